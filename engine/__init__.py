@@ -1,0 +1,1 @@
+"""The Python side of the inference engine: configuration, requests, pipeline and server."""

@@ -1,0 +1,1 @@
+"""Post-training weight quantization: calibration statistics, RTN, AWQ and GPTQ."""

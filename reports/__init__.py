@@ -1,0 +1,1 @@
+"""Scores and benchmarks of what was quantized, and the report that shows them."""

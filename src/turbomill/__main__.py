@@ -1,0 +1,45 @@
+"""The `turbomill` command: errors become one line on stderr and an exit code."""
+
+from __future__ import annotations
+
+import sys
+
+from turbomill.errors import TurbomillError
+
+
+def main() -> None:
+    """Run the command line; exit with 0, 1 (failure), 2 (usage) or 130 (interrupted)."""
+    import rich_click as click
+
+    from turbomill.cli import cli
+
+    debug = "--debug" in sys.argv
+    if debug:
+        sys.argv.remove("--debug")
+    try:
+        cli(standalone_mode=False, prog_name="turbomill")
+    except TurbomillError as error:
+        if debug:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except click.exceptions.Exit as done:
+        sys.exit(done.exit_code)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except (KeyboardInterrupt, click.exceptions.Abort):
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
+    except Exception as error:
+        if debug:
+            raise
+        print(
+            f"error: {type(error).__name__}: {error} (a bug in turbomill; --debug shows the traceback)",
+            file=sys.stderr,
+        )
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""The native engine (csrc). Struct fields are declared once in C++ and reflected here."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+def build_info() -> dict[str, Any]:
+    """Backends, compiler and instruction sets compiled in: {"backends": ["cpu"], "isa": [...], "compiler": ...}."""
+
+def cpu_features() -> dict[str, Any]:
+    """{"isa": the kernel set chosen at run time, "features": [names of CPU features found]}."""
+
+def load_blas(path: str) -> None:
+    """Open the BLAS library (scipy-openblas64) the CPU backend uses. Must precede the first Engine."""
+
+class ModelConfig:
+    """Sizes of a decoder. Keyword arguments name the fields; an unknown one is a TypeError."""
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    norm_eps: float
+    rope_attention_factor: float
+    tie_word_embeddings: bool
+    def __init__(self, **fields: Any) -> None: ...
+    def to_dict(self) -> dict[str, Any]: ...
+
+class EngineConfig:
+    """What the engine may use. Keyword arguments name the fields."""
+
+    num_threads: int  # 0: every core the process may run on
+    max_batch_size: int  # sequences that run together
+    session_len: int  # prompt + generated tokens of one sequence
+    max_prefill_token_num: int  # token budget of one step
+    block_len: int  # P, tokens per KV block
+    cache_block_count: int
+    quant_policy: int  # 0, 8, 4
+    cache_dtype: str  # "float32" | "float16" | "bfloat16", the KV cache under quant_policy 0
+    def __init__(self, **fields: Any) -> None: ...
+    def to_dict(self) -> dict[str, Any]: ...
+
+class TensorRef:
+    """Where a store's tensor lies: `path`, byte `offset`, and its layout, dtype and shape."""
+
+    def __init__(
+        self, name: str, layout: str, dtype: str, shape: Sequence[int], path: str, offset: int, nbytes: int
+    ) -> None: ...
+
+class Request:
+    """One generation. `max_new_tokens=0` only runs the prompt (for `return_logits`)."""
+
+    token_ids: list[int]
+    max_new_tokens: int
+    temperature: float  # 0 is greedy
+    top_k: int  # 0: off
+    top_p: float  # 1: off
+    seed: int  # same seed, same text, whatever the batch
+    stop_token_ids: list[int]  # includes EOS unless the caller ignores it
+    return_logits: bool  # fp32 logits of every prompt position
+    def __init__(self, **fields: Any) -> None: ...
+
+class Output:
+    """What one step gave one request. Delivered in order; the last has a `finish_reason`."""
+
+    id: int
+    token_ids: list[int]  # new tokens; the stop token itself is not among them
+    finish_reason: str  # "" while running, then "stop", "length", "cancelled" or "error"
+    error: str
+    logits: NDArray[np.float32] | None  # [t, V] for the next t prompt positions
+
+class Metrics:
+    """A snapshot of the scheduler and the pools."""
+
+    waiting: int
+    running: int
+    total_blocks: int
+    free_blocks: int
+    steps: int
+    prompt_tokens: int
+    generated_tokens: int
+    preemptions: int
+    healthy: bool
+    def to_dict(self) -> dict[str, Any]: ...
+
+def cache_block_bytes(model: ModelConfig, config: EngineConfig) -> int:
+    """Bytes of one KV block (P tokens, all layers)."""
+
+class Engine:
+    """Maps the weights, allocates the cache and starts the engine's threads.
+
+    `on_outputs` is called on the signal thread with the outputs of one step.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        tensors: Sequence[TensorRef],
+        config: EngineConfig,
+        on_outputs: Callable[[list[Output]], None],
+    ) -> None: ...
+    def submit(self, request: Request) -> int:
+        """Queue a request; returns its id. Raises ValueError for one that can never run."""
+
+    def cancel(self, request_id: int) -> None:
+        """Ask for a request to end; its last output has finish_reason "cancelled"."""
+
+    def metrics(self) -> Metrics: ...
+    def close(self) -> None:
+        """End running requests as cancelled and join the threads. Idempotent."""
