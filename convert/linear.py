@@ -15,7 +15,10 @@ from turbomill.errors import CheckpointError
 
 @dataclass(frozen=True)
 class QuantScheme:
-    """How weights are quantized: `bits` per code, `group` rows share a scale, `symmetric` zero or not."""
+    """How weights are quantized: `bits` per code, `group` rows share a scale (-1: all), `symmetric` zero or not.
+
+    Symmetric means that every zero is 2**(bits - 1). A QuantLinear's own scheme always has a positive group.
+    """
 
     bits: int
     group: int
@@ -27,6 +30,8 @@ class QuantScheme:
     @property
     def bits_per_weight(self) -> float:
         """Bits a weight costs with its share of the fp16 scale and, if asymmetric, the zero."""
+        if self.group <= 0:  # one scale per column
+            return float(self.bits)
         return self.bits + (16 + (0 if self.symmetric else self.bits)) / self.group
 
 
@@ -80,6 +85,8 @@ class QuantLinear:
         top = 2**self.scheme.bits
         if int(self.codes.max()) >= top or int(self.zeros.max()) >= top:
             raise CheckpointError(f"{name}: a code or zero does not fit in {self.scheme.bits} bits")
+        if self.scheme.symmetric and not bool((self.zeros == top // 2).all()):
+            raise CheckpointError(f"{name}: the scheme is symmetric, but not all zeros are {top // 2}")
         if not bool(torch.isfinite(self.scales).all()):
             raise CheckpointError(f"{name}: scales hold inf or NaN")
 
@@ -92,3 +99,13 @@ class QuantLinear:
 
 
 Linear = DenseLinear | QuantLinear
+
+
+def storable_scales(name: str, scales: Tensor) -> Tensor:
+    """Scales in 16 bits: fp16 or bf16 as they are, fp32 as fp16. Raises CheckpointError beyond fp16's range."""
+    stored = scales if scales.dtype in (torch.float16, torch.bfloat16) else scales.half()
+    if not bool(torch.isfinite(stored).all()):
+        raise CheckpointError(
+            f"{name}: scales beyond the range of fp16 (65504); quantize a bf16 model instead"
+        )
+    return stored.contiguous()

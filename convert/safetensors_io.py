@@ -126,7 +126,9 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
 
 
 def encode_header(
-    tensors: Mapping[str, tuple[str, Sequence[int]]], align: int = 8, metadata: Mapping[str, str] | None = None
+    tensors: Mapping[str, tuple[str, Sequence[int]]],
+    align: int = 8,
+    metadata: Mapping[str, str] | None = None,
 ) -> tuple[bytes, dict[str, Entry]]:
     """The header for `tensors` (name -> dtype tag, shape) laid end to end, and where each will lie.
 

@@ -72,6 +72,16 @@ class Architecture:
             self.layer(index) + linear for index in range(self.num_layers(config)) for linear in self.linears
         ]
 
+    def other_weights(self, config: HfConfig) -> list[str]:
+        """The tensors that are not linears' of the layers: embedding, norms, and the head unless it is tied."""
+        norms = [
+            f"{self.layer(index)}{norm}.weight"
+            for index in range(self.num_layers(config))
+            for norm in self.norms
+        ]
+        head = [] if config.get("tie_word_embeddings") else [self.head]
+        return [self.embedding, *norms, self.final_norm, *head]
+
     def rope_inv_freq(self, config: HfConfig) -> Tensor:
         """RoPE's inverse frequencies, fp32 [D/2]."""
         return self.rope(config)[0]

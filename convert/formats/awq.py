@@ -1,0 +1,129 @@
+"""AWQ "gemm" (AutoAWQ): 4-bit codes, eight columns to an int32 word in an interleaved order.
+
+`X.qweight` int32 [K, N/8], `X.qzeros` int32 [K/g, N/8], `X.scales` [K/g, N], optional `X.bias` [N];
+w = (q - z) * s with the zeros stored as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from turbomill.convert.formats.base import TensorSource, WeightFormat, bias_of
+from turbomill.convert.linear import Linear, QuantLinear, QuantScheme, storable_scales
+from turbomill.errors import CheckpointError, UnsupportedModelError
+
+# Column 8c + j of a row sits in nibble NIBBLE_OF_COLUMN[j] of word c.
+NIBBLE_OF_COLUMN = (0, 4, 1, 5, 2, 6, 3, 7)
+
+
+def pack_words(codes: Tensor) -> Tensor:
+    """uint8 [R, N] below 16 -> int32 [R, N/8]."""
+    columns = codes.reshape(codes.shape[0], -1, 8)  # [R, N/8, 8]
+    words = torch.zeros(columns.shape[:2], dtype=torch.int32)
+    for j, nibble in enumerate(NIBBLE_OF_COLUMN):
+        words |= columns[:, :, j].int() << 4 * nibble
+    return words
+
+
+def unpack_words(words: Tensor) -> Tensor:
+    """int32 [R, N/8] -> uint8 [R, N]."""
+    codes = torch.empty((*words.shape, 8), dtype=torch.uint8)
+    for j, nibble in enumerate(NIBBLE_OF_COLUMN):
+        codes[:, :, j] = (words >> 4 * nibble & 15).to(torch.uint8)
+    return codes.reshape(words.shape[0], -1)
+
+
+@dataclass
+class AwqFormat(WeightFormat):
+    """AWQ gemm with one scheme for all quantized linears; `skip` are the modules left dense."""
+
+    scheme: QuantScheme
+    skip: list[str] = field(default_factory=list)
+
+    name = "awq"
+
+    def __post_init__(self) -> None:
+        if self.scheme.bits != 4:
+            raise UnsupportedModelError(f"AWQ gemm holds 4-bit weights, not {self.scheme.bits}")
+
+    @classmethod
+    def recognise(cls, config: dict[str, Any]) -> AwqFormat | None:
+        """From `quantization_config`; the old sidecar's spelling (w_bit, q_group_size) too."""
+        quant = config.get("quantization_config") or {}
+        if quant.get("quant_method", "awq" if "w_bit" in quant else None) != "awq":
+            return None
+        version = str(quant.get("version", "gemm")).lower()
+        if version != "gemm":
+            raise UnsupportedModelError(
+                f"config.json: AWQ version {version} is not supported; supported: gemm"
+            )
+        scheme = QuantScheme(
+            bits=int(quant.get("bits", quant.get("w_bit", 4))),
+            group=int(quant.get("group_size", quant.get("q_group_size", 128))),
+            symmetric=bool(quant.get("sym", not quant.get("zero_point", True))),
+        )
+        return cls(scheme, list(quant.get("modules_to_not_convert") or []))
+
+    def _group(self, prefix: str, k: int, n: int) -> int:
+        group = self.scheme.group if self.scheme.group > 0 else k
+        if k % group or n % 8:
+            raise CheckpointError(
+                f"{prefix}: AWQ gemm needs K divisible by the group and N by 8, got K={k}, N={n}, group {group}; "
+                "choose a group size that divides K"
+            )
+        return group
+
+    def expected(self, prefix: str, k: int, n: int) -> dict[str, tuple[int, ...]]:
+        """qweight, qzeros, scales."""
+        groups = k // self._group(prefix, k, n)
+        return {
+            f"{prefix}.qweight": (k, n // 8),
+            f"{prefix}.qzeros": (groups, n // 8),
+            f"{prefix}.scales": (groups, n),
+        }
+
+    def optional(self, prefix: str) -> Sequence[str]:
+        """Nothing."""
+        return ()
+
+    def unpack(self, source: TensorSource, prefix: str) -> QuantLinear:
+        """One linear in canonical form; symmetric zeros are checked."""
+        codes = unpack_words(source.tensor(f"{prefix}.qweight"))
+        group = self._group(prefix, *codes.shape)
+        scheme = QuantScheme(4, group, self.scheme.symmetric)
+        zeros = unpack_words(source.tensor(f"{prefix}.qzeros"))
+        linear = QuantLinear(codes, source.tensor(f"{prefix}.scales"), zeros, scheme, bias_of(source, prefix))
+        linear.validate(prefix)
+        return linear
+
+    def pack(self, prefix: str, linear: Linear) -> dict[str, Tensor]:
+        """Raises CheckpointError when the shape does not fit the format."""
+        if not isinstance(linear, QuantLinear) or linear.scheme.bits != 4:
+            raise CheckpointError(f"{prefix}: AWQ gemm stores 4-bit linears only")
+        self._group(prefix, *linear.shape)
+        tensors = {
+            f"{prefix}.qweight": pack_words(linear.codes),
+            f"{prefix}.qzeros": pack_words(linear.zeros),
+            f"{prefix}.scales": storable_scales(prefix, linear.scales),
+        }
+        return tensors if linear.bias is None else {**tensors, f"{prefix}.bias": linear.bias}
+
+    def quantization_config(self) -> dict[str, Any]:
+        """`zero_point` is always true: the zeros are in the file, and readers of "gemm" use them.
+
+        `sym` is ours: it says that they are all 8.
+        """
+        return {
+            "quant_method": "awq",
+            "version": "gemm",
+            "bits": 4,
+            "group_size": self.scheme.group,
+            "zero_point": True,
+            "sym": self.scheme.symmetric,
+            "modules_to_not_convert": self.skip or None,
+        }

@@ -1,0 +1,74 @@
+"""What every weight format offers: recognise, check, unpack to the canonical linear, pack from it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar, Protocol
+
+from torch import Tensor
+
+from turbomill.convert.linear import Linear, QuantScheme
+from turbomill.errors import UnsupportedModelError
+
+
+class TensorSource(Protocol):
+    """Where a format reads its tensors: a checkpoint."""
+
+    def has(self, name: str) -> bool: ...
+    def tensor(self, name: str) -> Tensor: ...
+
+
+class WeightFormat(ABC):
+    """How one family of checkpoints stores its linears. `prefix` is a linear's full name without `.weight`."""
+
+    name: ClassVar[str]
+    scheme: QuantScheme | None  # the model's; a linear's own comes with its QuantLinear
+
+    @classmethod
+    @abstractmethod
+    def recognise(cls, config: dict[str, Any]) -> WeightFormat | None:
+        """The format that config.json describes, or None if it is another's. Raises for unsupported options."""
+
+    @abstractmethod
+    def expected(self, prefix: str, k: int, n: int) -> dict[str, tuple[int, ...]]:
+        """The tensors a linear of K x N needs, bias apart, and their shapes."""
+
+    @abstractmethod
+    def optional(self, prefix: str) -> Sequence[str]:
+        """Names that may also be there."""
+
+    @abstractmethod
+    def unpack(self, source: TensorSource, prefix: str) -> Linear:
+        """Read one linear into its canonical form. Raises CheckpointError naming the tensor."""
+
+    @abstractmethod
+    def pack(self, prefix: str, linear: Linear) -> dict[str, Tensor]:
+        """The tensors that store `linear`, by name, its bias included."""
+
+    @abstractmethod
+    def quantization_config(self) -> dict[str, Any] | None:
+        """What config.json says under `quantization_config`; None for a dense model."""
+
+
+def bias_of(source: TensorSource, prefix: str) -> Tensor | None:
+    """The linear's bias [N], or None."""
+    return source.tensor(f"{prefix}.bias") if source.has(f"{prefix}.bias") else None
+
+
+def find_format(config: dict[str, Any]) -> WeightFormat:
+    """The format config.json describes. Raises UnsupportedModelError for one that is not known."""
+    from turbomill.convert.formats.awq import AwqFormat
+    from turbomill.convert.formats.dense import DenseFormat
+    from turbomill.convert.formats.gptq import GptqFormat
+
+    formats: tuple[type[WeightFormat], ...] = (DenseFormat, AwqFormat, GptqFormat)
+    for candidate in formats:
+        found = candidate.recognise(config)
+        if found is not None:
+            return found
+    method = config["quantization_config"].get("quant_method", "missing")
+    raise UnsupportedModelError(
+        f"config.json: quant_method {method} is not supported; supported: "
+        f"{', '.join(candidate.name for candidate in formats)}"
+    )

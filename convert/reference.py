@@ -1,0 +1,72 @@
+"""Any checkpoint as a plain transformers model or a dense Hugging Face directory: what others are measured by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from turbomill.convert.checkpoint import Checkpoint
+from turbomill.convert.formats.dense import DenseFormat
+from turbomill.convert.writer import CheckpointWriter
+from turbomill.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def load_dense_model(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """The transformers model in eval mode, every linear dequantized to `dtype`."""
+    from transformers import AutoModelForCausalLM
+
+    config, arch = checkpoint.hf_config(), checkpoint.arch
+    state: dict[str, torch.Tensor] = {}
+    for prefix in arch.linear_prefixes(checkpoint.config):
+        linear = checkpoint.linear(prefix)
+        state[f"{prefix}.weight"] = linear.dequantize().to(dtype)
+        if linear.bias is not None:
+            state[f"{prefix}.bias"] = linear.bias.to(dtype)
+    for name in arch.other_weights(checkpoint.config):
+        state[name] = checkpoint.tensor(name).to(dtype, copy=True)
+    model_class: Any = AutoModelForCausalLM._model_mapping[type(config)]  # type: ignore[index]
+    with _quiet():
+        # The path None tells transformers that the weights are in `state_dict`.
+        model, info = model_class.from_pretrained(
+            None, config=config, state_dict=state, dtype=dtype, output_loading_info=True
+        )
+    if info["missing_keys"]:
+        raise CheckpointError(f"{checkpoint.path}: no tensor {', '.join(sorted(info['missing_keys']))}")
+    return model.eval()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' progress bar."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def write_hf(checkpoint: Checkpoint, dst: Path) -> Path:
+    """Materialise `checkpoint` as a dense Hugging Face directory at `dst` (replaced if it exists)."""
+    config = {key: value for key, value in checkpoint.config.items() if key != "quantization_config"}
+    linears = set(checkpoint.arch.linear_prefixes(checkpoint.config))
+    dense = DenseFormat()
+    with CheckpointWriter(dst, config) as writer:
+        for name in checkpoint.names():
+            if name.rpartition(".")[0] not in linears:
+                writer.add(name, checkpoint.tensor(name))
+        for prefix in sorted(linears):
+            for name, tensor in dense.pack(prefix, checkpoint.linear(prefix)).items():
+                writer.add(name, tensor)
+        checkpoint.copy_sidecars(writer.path)
+    return Path(dst)
