@@ -1,1 +1,6 @@
 """Texts for calibration and evaluation: built-in, local files, hub datasets, and the model's own samples."""
+
+from turbomill.calib_data.loader import check_name, known_names, load_texts, load_windows, token_ids
+from turbomill.calib_data.windows import Windows, windows
+
+__all__ = ["Windows", "check_name", "known_names", "load_texts", "load_windows", "token_ids", "windows"]

@@ -89,8 +89,8 @@ def emit_json(value: Any) -> None:
 
 def versions() -> dict[str, str]:
     """Versions of Python, Turbomill and the packages whose version can change a result."""
-    found = {"python": platform.python_version(), "turbomill": metadata.version("turbomill")}
-    for name in PACKAGES:
+    found = {"python": platform.python_version()}
+    for name in ("turbomill", *PACKAGES):
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

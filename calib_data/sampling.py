@@ -1,0 +1,51 @@
+"""Text a model writes by itself: calibration data when there is no data (LLM-QAT, Liu et al. 2023)."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from turbomill import console
+
+logger = logging.getLogger("turbomill.calib_data")
+
+
+@torch.inference_mode()
+def sample_ids(model: Any, n: int, length: int, seed: int = 0, batch_size: int = 32) -> Tensor:
+    """Sample `n` sequences of `length` tokens at temperature 1 from a transformers causal LM, with its KV cache.
+
+    Each starts from one random ordinary token (so that sequences differ), after BOS where the model has one.
+    Sampling goes on past EOS: the next document is also text. The same seed gives the same ids. Returns int64 [n, length].
+    """
+    generator = torch.Generator().manual_seed(seed)
+    vocab = model.config.get_text_config().vocab_size
+    special = {t for t in _special_ids(model) if t is not None}
+    starts = torch.randint(0, vocab, (n * 4,), generator=generator).tolist()
+    starts = torch.tensor(([t for t in starts if t not in special] + starts)[:n])
+    bos = model.config.get_text_config().bos_token_id
+    prefix = starts[:, None] if bos is None else torch.stack([torch.full_like(starts, bos), starts], dim=1)
+    parts = [_sample_batch(model, batch, length, generator) for batch in prefix.split(batch_size)]
+    return torch.cat(parts)[:, :length]
+
+
+def _sample_batch(model: Any, prefix: Tensor, length: int, generator: torch.Generator) -> Tensor:
+    from transformers import DynamicCache
+
+    ids = prefix[:, :length]  # [B, 1 or 2]
+    cache, step = DynamicCache(config=model.config), ids
+    with console.progress("self-sampled text", max(length - ids.shape[1], 0)) as task:
+        while ids.shape[1] < length:
+            logits = model(input_ids=step, past_key_values=cache, use_cache=True).logits[:, -1].float()  # [B, V]
+            step = torch.multinomial(logits.softmax(-1), 1, generator=generator)
+            ids = torch.cat([ids, step], dim=1)
+            task.advance()
+    return ids
+
+
+def _special_ids(model: Any) -> list[int | None]:
+    config = model.config.get_text_config()
+    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    return [config.bos_token_id, config.pad_token_id, *ends]
