@@ -1,0 +1,59 @@
+"""The interface of an engine. Every engine passes tests/engine/conformance."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from turbomill.engine.config import GenerationConfig
+from turbomill.engine.requests import EngineInfo, EngineMetrics, GenerationOutput, Prompt
+
+
+class AsyncEngine(Protocol):
+    """Generates for many callers at once, from any number of event loops and threads."""
+
+    @property
+    def info(self) -> EngineInfo:
+        """Which engine this is, and why it was chosen."""
+        ...
+
+    @property
+    def session_len(self) -> int:
+        """The most tokens, prompt and generated together, of one sequence."""
+        ...
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of text, chat messages (through the chat template), or token ids themselves.
+
+        Raises PromptError for a prompt that is empty or that the template or vocabulary refuses.
+        """
+        ...
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of token ids."""
+        ...
+
+    def generate(
+        self, prompt: Prompt, gen: GenerationConfig | None = None
+    ) -> AsyncGenerator[GenerationOutput, None]:
+        """Check the prompt now (raises PromptError), run it when iterated.
+
+        Closing the iterator, or cancelling the task that waits for it, cancels the request. Raises
+        EngineError when the engine fails.
+        """
+        ...
+
+    async def logits(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
+        """fp32 logits [T, V] of every position of `token_ids` [T]."""
+        ...
+
+    def metrics(self) -> EngineMetrics:
+        """A snapshot of the scheduler and the KV pool."""
+        ...
+
+    def close(self) -> None:
+        """End every request as cancelled and free everything. Idempotent."""
+        ...

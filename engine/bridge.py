@@ -1,0 +1,120 @@
+"""Carries outputs from the native engine's signal thread to the event loops that wait for them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import defaultdict
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from turbomill.engine.requests import EngineError, PromptError
+
+if TYPE_CHECKING:
+    from turbomill import _core
+
+logger = logging.getLogger("turbomill.engine")
+
+
+class OutputStream:
+    """One request's outputs, received on the event loop that submitted it. Leaving it cancels the request."""
+
+    def __init__(self, bridge: Bridge, request_id: int, loop: asyncio.AbstractEventLoop) -> None:
+        self._bridge = bridge
+        self.request_id = request_id
+        self.loop = loop
+        self.queue: asyncio.Queue[_core.Output | None] = asyncio.Queue()
+
+    async def next(self) -> list[_core.Output]:
+        """Wait for outputs; return all that came, in order. Raises EngineError if the engine is closed."""
+        outputs = [await self.queue.get()]
+        while not self.queue.empty():
+            outputs.append(self.queue.get_nowait())
+        received = [output for output in outputs if output is not None]
+        if not received:
+            raise EngineError("the engine was closed while a request was waiting")
+        return received
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bridge.leave(self.request_id)
+
+
+class Bridge:
+    """Knows who waits for which request. `on_outputs` is the native engine's callback."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._streams: dict[int, OutputStream] = {}  # those whose last output has not come
+        self._engine: _core.Engine | None = None
+
+    def attach(self, engine: _core.Engine) -> None:
+        """Begin to submit to `engine`."""
+        self._engine = engine
+
+    def submit(self, request: _core.Request) -> OutputStream:
+        """Queue a request for the running event loop."""
+        loop = asyncio.get_running_loop()
+        # Held over the submission, so that the first output finds the stream.
+        with self._lock:
+            if self._engine is None:
+                raise EngineError("the engine is closed")
+            try:
+                request_id = self._engine.submit(request)
+            except ValueError as error:
+                raise PromptError(str(error)) from error
+            except RuntimeError as error:
+                raise EngineError(str(error)) from error
+            stream = self._streams[request_id] = OutputStream(self, request_id, loop)
+        return stream
+
+    def leave(self, request_id: int) -> None:
+        """The consumer is gone: cancel the request if it still runs, and drop what still comes."""
+        with self._lock:
+            unfinished = self._streams.pop(request_id, None) is not None
+            engine = self._engine
+        if unfinished and engine is not None:
+            engine.cancel(request_id)
+
+    def on_outputs(self, outputs: list[_core.Output]) -> None:
+        """Deliver one step's outputs, with one wake-up per event loop."""
+        batches: dict[asyncio.AbstractEventLoop, list[tuple[OutputStream, _core.Output]]] = defaultdict(list)
+        with self._lock:
+            for output in outputs:
+                stream = self._streams.get(output.id)
+                if stream is None:  # its consumer left
+                    continue
+                if output.finish_reason:
+                    del self._streams[output.id]
+                batches[stream.loop].append((stream, output))
+        for loop, batch in batches.items():
+            try:
+                loop.call_soon_threadsafe(_deliver, batch)
+            except RuntimeError:  # the loop was closed without leaving its requests
+                logger.warning(
+                    "an event loop was closed with %d requests running; they are cancelled", len(batch)
+                )
+                for stream, _ in batch:
+                    self.leave(stream.request_id)
+
+    def close(self) -> None:
+        """Close the engine; whoever still waits is told."""
+        with self._lock:
+            engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
+        with self._lock:
+            left, self._streams = list(self._streams.values()), {}
+        for stream in left:
+            if not stream.loop.is_closed():
+                stream.loop.call_soon_threadsafe(stream.queue.put_nowait, None)
+
+
+def _deliver(batch: list[tuple[OutputStream, _core.Output]]) -> None:
+    for stream, output in batch:
+        stream.queue.put_nowait(output)

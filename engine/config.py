@@ -1,0 +1,122 @@
+"""What a user sets: the engine's resources, and how one text is generated. Spelled as in LMDeploy."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from turbomill.errors import UsageError
+
+QUANT_POLICIES = (0, 8, 4)
+CACHE_DTYPES = ("auto", "float32", "float16", "bfloat16")
+BACKENDS = ("turbomind",)
+
+
+def require(holds: bool, option: str, value: object, expected: str) -> None:
+    """Raise UsageError naming the option and what it must be, unless `holds`."""
+    if not holds:
+        raise UsageError(f"{option} is {value!r}, expected {expected}")
+
+
+def _is_int(value: object, low: int, high: float = math.inf) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What the engine may use. Raises UsageError when a value is out of range."""
+
+    session_len: int | None = None  # prompt + generated tokens of one sequence; None: the model's context
+    max_batch_size: int = 64  # sequences that run together
+    max_prefill_token_num: int = 512  # token budget of one step; longer prompts are cut into chunks
+    cache_max_entry_count: float | int | str = 0.8  # share of free memory, "20GiB", or a number of blocks
+    cache_block_seq_len: int = 64  # P, tokens per KV block
+    quant_policy: int = 0  # bits of the KV cache: 0 keeps cache_dtype, 8 or 4 quantize
+    cache_dtype: str = "auto"  # "auto": the model's own dtype
+    num_threads: int = 0  # 0: every core the process may run on
+    backend: str = "turbomind"
+    strict: bool = False  # never fall back to another engine
+
+    def __post_init__(self) -> None:
+        require(
+            self.session_len is None or _is_int(self.session_len, 2), "session_len", self.session_len, ">= 2"
+        )
+        for name in ("max_batch_size", "max_prefill_token_num", "cache_block_seq_len"):
+            require(_is_int(getattr(self, name), 1), name, getattr(self, name), "an integer >= 1")
+        require(
+            _is_int(self.num_threads, 0), "num_threads", self.num_threads, "an integer >= 0 (0: every core)"
+        )
+        for name, allowed in (
+            ("quant_policy", QUANT_POLICIES),
+            ("cache_dtype", CACHE_DTYPES),
+            ("backend", BACKENDS),
+        ):
+            value = getattr(self, name)
+            require(value in allowed, name, value, f"one of {', '.join(str(a) for a in allowed)}")
+
+
+@dataclass(frozen=True)
+class GenerationConfig:
+    """How one text is generated. Raises UsageError when a value is out of range."""
+
+    max_new_tokens: int | None = None  # None: what is left of the session
+    do_sample: bool = False  # False is greedy
+    temperature: float = 0.8  # 0 is greedy
+    top_k: int = 50  # 0: off
+    top_p: float = 1.0  # 1: off
+    seed: int | None = None  # same seed, same text; None: a new one for each request
+    stop_words: tuple[str, ...] = ()  # the text ends before the first of these
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        # Lists are what callers have at hand; tuples keep the config hashable.
+        for name in ("stop_words", "stop_token_ids"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, (value,) if isinstance(value, str | int) else tuple(value))
+        require(
+            self.max_new_tokens is None or _is_int(self.max_new_tokens, 1),
+            "max_new_tokens",
+            self.max_new_tokens,
+            "an integer >= 1",
+        )
+        require(
+            _is_number(self.temperature) and 0 <= self.temperature <= 100,
+            "temperature",
+            self.temperature,
+            "a number from 0 (greedy) to 100",
+        )
+        require(_is_int(self.top_k, 0, 2**31 - 1), "top_k", self.top_k, "an integer >= 0 (0: off)")
+        require(_is_number(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "a number in (0, 1]")
+        require(
+            self.seed is None or _is_int(self.seed, -(2**63), 2**64 - 1),
+            "seed",
+            self.seed,
+            "a 64-bit integer",
+        )
+        require(
+            all(isinstance(word, str) and word for word in self.stop_words),
+            "stop_words",
+            list(self.stop_words),
+            "strings that are not empty",
+        )
+        require(
+            all(_is_int(token, 0, 2**31 - 1) for token in self.stop_token_ids),
+            "stop_token_ids",
+            list(self.stop_token_ids),
+            "token ids",
+        )
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return not self.do_sample or self.temperature == 0
+
+    def with_seed(self, seed: int) -> GenerationConfig:
+        """The same, with another seed."""
+        return replace(self, seed=seed)

@@ -1,0 +1,84 @@
+"""Options that every command with an engine has, written once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import rich_click as click
+
+from turbomill.engine.config import BACKENDS, EngineConfig
+
+DEFAULTS = EngineConfig()
+
+ENGINE_OPTIONS = (
+    click.option(
+        "--session-len", type=int, help="Prompt and generated tokens of one sequence.  [model's context]"
+    ),
+    click.option(
+        "--max-batch-size",
+        type=int,
+        default=DEFAULTS.max_batch_size,
+        show_default=True,
+        help="Sequences at a time.",
+    ),
+    click.option(
+        "--max-prefill-token-num",
+        type=int,
+        default=DEFAULTS.max_prefill_token_num,
+        show_default=True,
+        help="Token budget of one step; longer prompts run in chunks.",
+    ),
+    click.option(
+        "--cache-max-entry-count",
+        default=str(DEFAULTS.cache_max_entry_count),
+        show_default=True,
+        help="KV cache: a share of free memory, a size such as 20GiB, or a number of blocks.",
+    ),
+    click.option(
+        "--quant-policy",
+        type=click.Choice(["0", "8", "4"]),
+        default="0",
+        show_default=True,
+        help="Bits of the KV cache; 0 keeps the model's dtype.",
+    ),
+    click.option("--num-threads", type=int, default=0, help="CPU threads.  [every core]"),
+    click.option(
+        "--backend", type=click.Choice(BACKENDS), default=DEFAULTS.backend, show_default=True, help="Engine."
+    ),
+    click.option("--strict", is_flag=True, help="Fail rather than fall back to another engine."),
+)
+
+
+def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the engine's options to a command, which receives them as one `config: EngineConfig`."""
+
+    @wraps(command)
+    def with_config(
+        *,
+        session_len: int | None,
+        max_batch_size: int,
+        max_prefill_token_num: int,
+        cache_max_entry_count: str,
+        quant_policy: str,
+        num_threads: int,
+        backend: str,
+        strict: bool,
+        **others: Any,
+    ) -> Any:
+        config = EngineConfig(
+            session_len=session_len,
+            max_batch_size=max_batch_size,
+            max_prefill_token_num=max_prefill_token_num,
+            cache_max_entry_count=cache_max_entry_count,
+            quant_policy=int(quant_policy),
+            num_threads=num_threads,
+            backend=backend,
+            strict=strict,
+        )
+        return command(config=config, **others)
+
+    for option in reversed(ENGINE_OPTIONS):
+        with_config = option(with_config)
+    return with_config

@@ -1,0 +1,68 @@
+"""What goes into the engine and what comes out, and the errors in between."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from turbomill.errors import TurbomillError, UsageError
+
+FinishReason = Literal["stop", "length", "cancelled"]
+
+# Chat messages: {"role": "user", "content": "..."}.
+Messages = list[dict[str, Any]]
+# Text is tokenized as it is; messages go through the chat template; token ids are taken as they are.
+Prompt = str | list[int] | Messages
+
+
+class PromptError(UsageError):
+    """A prompt that cannot be run: empty, too long, or not what the model's vocabulary or template allows."""
+
+
+class EngineError(TurbomillError):
+    """The engine failed, or is closed."""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Tokens so far."""
+
+    prompt_tokens: int
+    generated_tokens: int  # without the stop token
+
+
+@dataclass(frozen=True)
+class GenerationOutput:
+    """The next piece of a generation. Pieces concatenate to the whole; the last has a `finish_reason`.
+
+    `text` may lag behind `token_ids`: a token can end within a character or within a possible stop string.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    usage: Usage
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """Which engine was chosen, what it runs on, and why."""
+
+    name: str
+    backend: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class EngineMetrics:
+    """A snapshot of the scheduler and the KV pool."""
+
+    waiting: int
+    running: int
+    total_blocks: int
+    free_blocks: int
+    steps: int
+    prompt_tokens: int
+    generated_tokens: int
+    preemptions: int
+    healthy: bool

@@ -1,0 +1,20 @@
+"""Chooses the engine, and says which and why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from turbomill.engine.base import AsyncEngine
+from turbomill.engine.config import EngineConfig
+
+if TYPE_CHECKING:
+    from turbomill.convert.store import Store
+
+
+def create_engine(model: str | Path | Store, config: EngineConfig | None = None) -> AsyncEngine:
+    """The engine for MODEL under `config.backend`. The choice and its reason are logged and in `info`."""
+    from turbomill.engine.turbomind import TurbomindEngine
+
+    config = config or EngineConfig()
+    return TurbomindEngine(model, config, reason=f"backend {config.backend} was asked for")

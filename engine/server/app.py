@@ -1,0 +1,141 @@
+"""The FastAPI app: routes, keys, health."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import APIRouter, Depends, FastAPI, Request
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.responses import JSONResponse, Response
+
+from turbomill import __version__
+from turbomill.engine.base import AsyncEngine
+from turbomill.engine.server.answers import Context, answer
+from turbomill.engine.server.errors import ApiError, install_error_handlers
+from turbomill.engine.server.metrics import ServerMetrics
+from turbomill.engine.server.protocol import ChatRequest, CompletionRequest
+
+
+class ChatShape:
+    """Choices of /v1/chat/completions."""
+
+    prefix, object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def opening(self, index: int) -> dict[str, Any]:
+        """The role comes first."""
+        return {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+
+    def piece(self, index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
+        """A piece of the message."""
+        delta = {"content": text} if text else {}
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+
+    def whole(self, index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
+        """The message."""
+        message = {"role": "assistant", "content": text, "refusal": None}
+        return {"index": index, "message": message, "logprobs": None, "finish_reason": finish_reason}
+
+
+class CompletionShape:
+    """Choices of /v1/completions."""
+
+    prefix, object, chunk_object = "cmpl", "text_completion", "text_completion"
+
+    def opening(self, index: int) -> None:
+        """Nothing comes before the text."""
+
+    def piece(self, index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
+        """A piece of the text."""
+        return {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
+
+    whole = piece
+
+
+def _key_check(api_keys: Sequence[str]) -> Any:
+    async def check(request: Request) -> None:
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        known = [hmac.compare_digest(key.encode(), api_key.encode()) for api_key in api_keys]
+        if api_keys and not (scheme.lower() == "bearer" and any(known)):
+            raise ApiError(
+                401, "missing or wrong API key in the Authorization header", code="invalid_api_key"
+            )
+
+    return check
+
+
+def create_app(engine: AsyncEngine, model_name: str, api_keys: Sequence[str] = ()) -> FastAPI:
+    """The app that serves `engine` under the name `model_name`. It does not own the engine.
+
+    With `api_keys`, every route under /v1 wants one of them as a bearer token.
+    """
+    app = FastAPI(title="Turbomill", version=__version__)
+    install_error_handlers(app)
+    context = Context(engine, model_name, ServerMetrics(engine, model_name))
+    v1 = APIRouter(prefix="/v1", dependencies=[Depends(_key_check(api_keys))])
+    card = {
+        "id": model_name,
+        "object": "model",
+        "created": int(time.time()),
+        "owned_by": "turbomill",
+        "max_model_len": engine.session_len,
+    }
+
+    def check_model(name: str) -> None:
+        if name != model_name:
+            raise ApiError(
+                404,
+                f"model {name!r} does not exist; this server has {model_name!r}",
+                "model",
+                "model_not_found",
+            )
+
+    @v1.get("/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [card]}
+
+    @v1.get("/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        check_model(name)
+        return card
+
+    @v1.post("/chat/completions", response_model=None)
+    async def chat_completions(request: ChatRequest, http: Request) -> Response:
+        check_model(request.model)
+        request.check_supported()
+        messages = [message.as_template_input() for message in request.messages]
+        # Long texts take a while to tokenize; the event loop goes on meanwhile.
+        token_ids = await asyncio.to_thread(engine.encode, messages)
+        return await answer(context, http, request, [token_ids], ChatShape())
+
+    @v1.post("/completions", response_model=None)
+    async def completions(request: CompletionRequest, http: Request) -> Response:
+        check_model(request.model)
+        request.check_supported()
+        prompts = [await asyncio.to_thread(engine.encode, prompt) for prompt in request.prompts()]
+        return await answer(context, http, request, prompts, CompletionShape())
+
+    @app.get("/health")
+    async def health() -> JSONResponse:
+        healthy = engine.metrics().healthy
+        body = {
+            "status": "ok" if healthy else "unhealthy",
+            "model": model_name,
+            "engine": engine.info.name,
+            "backend": engine.info.backend,
+            "reason": engine.info.reason,
+        }
+        return JSONResponse(body, status_code=200 if healthy else 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        # The format has its own content type, charset included.
+        return Response(
+            generate_latest(context.metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST}
+        )
+
+    app.include_router(v1)
+    return app

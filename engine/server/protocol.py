@@ -1,0 +1,152 @@
+"""The requests this server understands, checked at the edge. What it cannot do is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StrictInt
+
+from turbomill.engine.config import GenerationConfig
+from turbomill.engine.server.errors import ApiError
+
+# Accepted values of parameters that are not implemented: what means "off", or has no effect on the result.
+OFF: dict[str, tuple[Any, ...]] = {
+    "logprobs": (None, False),
+    "top_logprobs": (None, 0),
+    "echo": (None, False),
+    "best_of": (None, 1),
+    "suffix": (None, ""),
+    "frequency_penalty": (None, 0),
+    "presence_penalty": (None, 0),
+    "repetition_penalty": (None, 1),
+    "min_p": (None, 0),
+    "logit_bias": (None, {}),
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "functions": (None, []),
+    "function_call": (None, "none", "auto"),
+    "response_format": (None, {"type": "text"}),
+    "modalities": (None, ["text"]),
+}
+# These describe the client, not the text.
+NO_EFFECT = {"user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier"}
+MAX_SAMPLES = 128
+
+
+class StreamOptions(BaseModel):
+    """`stream_options`."""
+
+    model_config = ConfigDict(extra="allow")
+    include_usage: bool = False
+
+
+class TextRequest(BaseModel):
+    """What chat and text completions have in common."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: float = Field(1.0, ge=0, le=2)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=-1)  # 0 and -1: off
+    n: int = Field(1, ge=1, le=MAX_SAMPLES)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stop: str | list[str] | None = None
+    stop_token_ids: list[StrictInt] | None = None
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+
+    def check_supported(self) -> None:
+        """Raise ApiError (400) naming the first parameter that this server does not implement."""
+        for name, value in (self.model_extra or {}).items():
+            if name in NO_EFFECT:
+                continue
+            if name not in OFF:
+                raise ApiError(400, f"{name}: unknown parameter", name, "unknown_parameter")
+            if value not in OFF[name]:
+                raise ApiError(
+                    400, f"{name}: not supported by this server; leave it out", name, "unsupported_parameter"
+                )
+        if self.stream_options is not None and not self.stream:
+            raise ApiError(400, "stream_options: only allowed with stream=true", "stream_options")
+
+    @property
+    def token_limit(self) -> int | None:
+        """The most tokens to generate; None: what is left of the session."""
+        return self.max_tokens
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with a chunk that carries the usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def generation_config(self) -> GenerationConfig:
+        """The same in the engine's words. Raises UsageError."""
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return GenerationConfig(
+            max_new_tokens=self.token_limit,
+            do_sample=self.temperature > 0,
+            temperature=self.temperature,
+            top_k=max(self.top_k, 0),
+            top_p=self.top_p,
+            seed=self.seed,
+            stop_words=tuple(stop),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=self.ignore_eos,
+            skip_special_tokens=self.skip_special_tokens,
+        )
+
+
+class TextPart(BaseModel):
+    """A part of a message's content; only text is understood."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """One chat message."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+
+    def as_template_input(self) -> dict[str, str]:
+        """What chat templates expect: "developer" is the newer name of "system"."""
+        text = (
+            self.content if isinstance(self.content, str) else "".join([part.text for part in self.content])
+        )
+        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+
+
+class ChatRequest(TextRequest):
+    """POST /v1/chat/completions."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+
+    @property
+    def token_limit(self) -> int | None:
+        """`max_completion_tokens` is the newer name of `max_tokens`."""
+        return self.max_completion_tokens or self.max_tokens
+
+
+class CompletionRequest(TextRequest):
+    """POST /v1/completions."""
+
+    prompt: str | list[StrictInt] | list[str] | list[list[StrictInt]]
+    max_tokens: int | None = Field(16, ge=1)  # OpenAI's default here
+
+    def prompts(self) -> list[str] | list[list[int]]:
+        """The prompts: always a list."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if not self.prompt:
+            raise ApiError(400, "prompt: empty list", "prompt")
+        if isinstance(self.prompt[0], int):
+            return [self.prompt]  # type: ignore[list-item]
+        return self.prompt  # type: ignore[return-value]

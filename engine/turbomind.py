@@ -1,0 +1,258 @@
+"""The engine over the native core: opens a store, allocates the KV cache, generates."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import threading
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from turbomill.engine.bridge import Bridge, OutputStream
+from turbomill.engine.cache_size import cache_block_count, free_memory, show_bytes
+from turbomill.engine.config import EngineConfig, GenerationConfig
+from turbomill.engine.detokenize import TextStream
+from turbomill.engine.prompts import PromptEncoder
+from turbomill.engine.requests import (
+    EngineError,
+    EngineInfo,
+    EngineMetrics,
+    FinishReason,
+    GenerationOutput,
+    Prompt,
+    PromptError,
+    Usage,
+)
+from turbomill.engine.stores import open_model
+from turbomill.errors import UsageError
+
+if TYPE_CHECKING:
+    from turbomill import _core
+    from turbomill.convert.store import Store
+
+logger = logging.getLogger("turbomill.engine")
+
+_blas_lock = threading.Lock()
+_blas_loaded = False
+
+
+def _load_core() -> Any:
+    """The native module, with its BLAS loaded (once in a process)."""
+    global _blas_loaded
+    try:
+        from turbomill import _core
+    except ImportError as error:
+        raise EngineError(
+            f"the native engine turbomill._core is not built ({error}): run `make install`"
+        ) from error
+    with _blas_lock:
+        if not _blas_loaded:
+            import scipy_openblas64
+
+            _core.load_blas(
+                str(Path(scipy_openblas64.get_lib_dir()) / scipy_openblas64.get_library(fullname=True))
+            )
+            _blas_loaded = True
+    return _core
+
+
+class TurbomindEngine:
+    """Runs MODEL (a store, or anything that converts to one) on the native core. Implements AsyncEngine."""
+
+    def __init__(
+        self,
+        model: str | Path | Store,
+        config: EngineConfig | None = None,
+        *,
+        reason: str = "the default engine",
+    ) -> None:
+        self.config = config or EngineConfig()
+        self._core = _load_core()
+        self.store = open_model(model) if isinstance(model, str | os.PathLike) else model
+        self._prompts = PromptEncoder(self.store.tokenizer(), self.store.model["vocab_size"])
+        self._session_len = self._choose_session_len()
+        self.info = EngineInfo("turbomind", "+".join(self._core.build_info()["backends"]), reason)
+        self._bridge = Bridge()
+        self._engine = self._start()
+
+    def _choose_session_len(self) -> int:
+        context = self.store.context_length
+        session_len = self.config.session_len or context
+        if session_len > context:
+            raise UsageError(
+                f"session_len is {session_len}, expected at most the model's context of {context} tokens"
+            )
+        return session_len
+
+    def _start(self) -> _core.Engine:
+        core, config, store = self._core, self.config, self.store
+        model = core.ModelConfig(**store.model)
+        settings: dict[str, Any] = {
+            "num_threads": config.num_threads,
+            "max_batch_size": config.max_batch_size,
+            "session_len": self._session_len,
+            "max_prefill_token_num": config.max_prefill_token_num,
+            "block_len": config.cache_block_seq_len,
+            "quant_policy": config.quant_policy,
+            "cache_dtype": store.dtype if config.cache_dtype == "auto" else config.cache_dtype,
+        }
+        block_bytes = core.cache_block_bytes(model, core.EngineConfig(**settings, cache_block_count=1))
+        weight_bytes = sum(tensor.nbytes for tensor in store.tensors.values())
+        blocks = cache_block_count(
+            config, self._session_len, block_bytes, max(free_memory() - weight_bytes, 0)
+        )
+        tensors = [
+            core.TensorRef(t.name, t.layout, t.dtype, t.shape, str(t.path), t.offset, t.nbytes)
+            for t in store.tensors.values()
+        ]
+        try:
+            engine = core.Engine(
+                model,
+                tensors,
+                core.EngineConfig(**settings, cache_block_count=blocks),
+                self._bridge.on_outputs,
+            )
+        except (ValueError, RuntimeError, MemoryError) as error:
+            raise EngineError(f"the turbomind engine cannot start: {error}") from error
+        self._bridge.attach(engine)
+        logger.info(
+            "engine turbomind on %s (%s): weights %s, session %d, KV cache %d blocks of %d tokens (%s, %s)",
+            self.info.backend,
+            self.info.reason,
+            show_bytes(weight_bytes),
+            self._session_len,
+            blocks,
+            config.cache_block_seq_len,
+            f"int{config.quant_policy}" if config.quant_policy else settings["cache_dtype"],
+            show_bytes(blocks * block_bytes),
+        )
+        return engine
+
+    @property
+    def session_len(self) -> int:
+        """The most tokens, prompt and generated together, of one sequence."""
+        return self._session_len
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's transformers tokenizer."""
+        return self._prompts.tokenizer
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of text, chat messages, or token ids themselves. Raises PromptError."""
+        return self._prompts.encode(prompt)
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of token ids."""
+        return self._prompts.decode(token_ids, skip_special_tokens)
+
+    def generate(
+        self, prompt: Prompt, gen: GenerationConfig | None = None
+    ) -> AsyncGenerator[GenerationOutput, None]:
+        """Check the prompt now, run it when iterated; see AsyncEngine."""
+        gen = gen or GenerationConfig()
+        token_ids = self.encode(prompt)
+        room = self._session_len - len(token_ids)
+        if room < 1:
+            raise PromptError(
+                f"the prompt has {len(token_ids)} tokens, but a session holds {self._session_len} and "
+                f"at least one must be generated: shorten the prompt or raise --session-len "
+                f"(the model's context is {self.store.context_length})"
+            )
+        new_tokens = min(gen.max_new_tokens or room, room)
+        return self._generate(self._request(token_ids, new_tokens, gen), gen)
+
+    def _request(self, token_ids: list[int], max_new_tokens: int, gen: GenerationConfig) -> _core.Request:
+        stop_ids = set(gen.stop_token_ids)
+        if not gen.ignore_eos:
+            stop_ids.update(self.store.eos_token_ids)
+        seed = secrets.randbits(63) if gen.seed is None else gen.seed % 2**63
+        return self._core.Request(
+            token_ids=token_ids,
+            max_new_tokens=max_new_tokens,
+            temperature=0.0 if gen.greedy else float(gen.temperature),
+            top_k=gen.top_k,
+            top_p=float(gen.top_p),
+            seed=seed,
+            stop_token_ids=sorted(stop_ids),
+        )
+
+    async def _generate(
+        self, request: _core.Request, gen: GenerationConfig
+    ) -> AsyncGenerator[GenerationOutput, None]:
+        prompt_tokens, generated = len(request.token_ids), 0
+        text = TextStream(lambda ids: self.decode(ids, gen.skip_special_tokens), gen.stop_words)
+        with self._bridge.submit(request) as stream:
+            finish: FinishReason | None = None
+            while finish is None:
+                token_ids, finish = await _next_tokens(stream)
+                generated += len(token_ids)
+                piece = text.feed(token_ids, final=finish is not None)
+                if text.stopped:
+                    finish = "stop"
+                yield GenerationOutput(piece, tuple(token_ids), Usage(prompt_tokens, generated), finish)
+
+    async def logits(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
+        """fp32 logits [T, V] of every position of `token_ids` [T]."""
+        ids = self.encode(list(token_ids))
+        if len(ids) > self._session_len:
+            raise PromptError(
+                f"{len(ids)} tokens to score, but a session holds {self._session_len}: raise --session-len"
+            )
+        request = self._core.Request(token_ids=ids, max_new_tokens=0, return_logits=True)
+        out: NDArray[np.float32] | None = None  # [T, V]
+        filled = 0
+        with self._bridge.submit(request) as stream:
+            finished = False
+            while not finished:
+                for output in await stream.next():
+                    finished = finished or bool(output.finish_reason)
+                    _raise_failure(output)
+                    if output.logits is not None:
+                        if out is None:
+                            out = np.empty((len(ids), output.logits.shape[1]), np.float32)
+                        out[filled : filled + len(output.logits)] = output.logits
+                        filled += len(output.logits)
+        if out is None or filled != len(ids):
+            raise EngineError(
+                f"the engine returned logits of {filled} of {len(ids)} positions (request cancelled)"
+            )
+        return out
+
+    def metrics(self) -> EngineMetrics:
+        """A snapshot of the scheduler and the KV pool."""
+        now = self._engine.metrics()
+        return EngineMetrics(**{field.name: getattr(now, field.name) for field in fields(EngineMetrics)})
+
+    def close(self) -> None:
+        """End every request as cancelled and free everything. Idempotent."""
+        self._bridge.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _raise_failure(output: _core.Output) -> None:
+    if output.finish_reason == "error":
+        raise EngineError(output.error or "the engine failed this request")
+
+
+async def _next_tokens(stream: OutputStream) -> tuple[list[int], FinishReason | None]:
+    """Tokens of all outputs that are there, and the finish reason with the last of them."""
+    tokens: list[int] = []
+    finish: FinishReason | None = None
+    for output in await stream.next():
+        _raise_failure(output)
+        tokens.extend(output.token_ids)
+        if output.finish_reason:
+            finish = output.finish_reason  # type: ignore[assignment]
+    return tokens, finish

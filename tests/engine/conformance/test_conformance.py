@@ -1,0 +1,170 @@
+"""What every engine does, seen through the async interface of turbomill.engine.base alone."""
+
+import asyncio
+import time
+
+import numpy as np
+import pytest
+
+from turbomill.engine.config import GenerationConfig
+from turbomill.engine.requests import EngineError, PromptError
+
+PROMPT = list(b"The quick brown fox jumps over the lazy dog")
+
+
+async def run(engine, prompt, **gen):
+    gen.setdefault("ignore_eos", True)
+    outputs = [output async for output in engine.generate(prompt, GenerationConfig(**gen))]
+    tokens = [token for output in outputs for token in output.token_ids]
+    return tokens, "".join(output.text for output in outputs), outputs[-1]
+
+
+async def idle(engine):
+    end = time.monotonic() + 10
+    while engine.metrics().running or engine.metrics().waiting:
+        assert time.monotonic() < end, "requests are still there"
+        await asyncio.sleep(0.01)
+
+
+async def test_stream_is_in_order_and_adds_up(engine):
+    outputs = [o async for o in engine.generate(PROMPT, GenerationConfig(max_new_tokens=24, ignore_eos=True))]
+    tokens = [token for output in outputs for token in output.token_ids]
+    assert len(tokens) == 24
+    assert "".join(o.text for o in outputs) == engine.decode(tokens)
+    assert [o.finish_reason for o in outputs] == [None] * (len(outputs) - 1) + ["length"]
+    counts = [o.usage.generated_tokens for o in outputs]
+    assert counts == list(np.cumsum([len(o.token_ids) for o in outputs]))
+    assert {o.usage.prompt_tokens for o in outputs} == {len(PROMPT)}
+
+
+async def test_greedy_is_the_argmax_of_the_logits(engine):
+    tokens, _, _ = await run(engine, PROMPT, max_new_tokens=12)
+    logits = await engine.logits(PROMPT + tokens)
+    assert logits.shape[0] == len(PROMPT) + 12 and logits.dtype == np.float32
+    assert np.isfinite(logits).all()
+    assert logits.argmax(1)[len(PROMPT) - 1 : -1].tolist() == tokens
+
+
+async def test_logits_do_not_depend_on_chunks(make_engine):
+    whole = await make_engine().logits(PROMPT)
+    chunked = await make_engine(max_prefill_token_num=8).logits(PROMPT)
+    np.testing.assert_allclose(chunked, whole, atol=2e-3, rtol=0)
+
+
+async def test_many_concurrent_requests_give_what_each_gives_alone(engine):
+    prompts = [PROMPT[i % 20 : i % 20 + 5 + i % 17] for i in range(40)]
+    alone = [await run(engine, prompt, max_new_tokens=10) for prompt in prompts]
+    together = await asyncio.gather(*[run(engine, prompt, max_new_tokens=10) for prompt in prompts])
+    assert [t[0] for t in together] == [a[0] for a in alone]
+
+
+async def test_small_pool_still_serves_everyone(make_engine):
+    engine = make_engine(session_len=128, cache_max_entry_count=4)
+    alone, _, _ = await run(engine, PROMPT, max_new_tokens=80)
+    together = await asyncio.gather(*[run(engine, PROMPT, max_new_tokens=80) for _ in range(8)])
+    assert all(tokens == alone for tokens, _, _ in together)
+    await idle(engine)
+
+
+async def test_same_seed_same_text_whatever_the_batch(engine):
+    sampled = {"do_sample": True, "temperature": 1.5, "top_k": 0, "max_new_tokens": 16}
+    alone, _, _ = await run(engine, PROMPT, seed=7, **sampled)
+    others = [run(engine, PROMPT[: 5 + i], seed=i, **sampled) for i in range(6)]
+    (again, _, _), *_ = await asyncio.gather(run(engine, PROMPT, seed=7, **sampled), *others)
+    other, _, _ = await run(engine, PROMPT, seed=8, **sampled)
+    assert again == alone != other
+
+
+async def test_top_k_one_is_greedy(engine):
+    greedy, _, _ = await run(engine, PROMPT, max_new_tokens=8)
+    sampled, _, _ = await run(engine, PROMPT, max_new_tokens=8, do_sample=True, top_k=1, temperature=2.0)
+    assert sampled == greedy
+
+
+async def test_stop_token_ends_and_is_not_returned(engine):
+    tokens, _, _ = await run(engine, PROMPT, max_new_tokens=20)
+    stop = tokens[5]
+    first = tokens.index(stop)
+    cut, _, last = await run(engine, PROMPT, max_new_tokens=20, stop_token_ids=[stop])
+    assert cut == tokens[:first] and last.finish_reason == "stop"
+
+
+async def test_stop_string_ends_before_it(engine):
+    tokens, text, _ = await run(engine, PROMPT, max_new_tokens=30)
+    stop = text[6:9]
+    cut, cut_text, last = await run(engine, PROMPT, max_new_tokens=200, stop_words=[stop])
+    assert cut_text == text[: text.index(stop)] and last.finish_reason == "stop"
+    assert cut == tokens[: len(cut)]
+    await idle(engine)
+
+
+async def test_closing_the_stream_frees_its_blocks(engine):
+    free = engine.metrics().free_blocks
+    stream = engine.generate(PROMPT, GenerationConfig(max_new_tokens=200, ignore_eos=True))
+    await anext(stream)
+    await stream.aclose()
+    await idle(engine)
+    assert engine.metrics().free_blocks == free
+
+
+async def test_cancelling_tasks_running_and_waiting(make_engine):
+    engine = make_engine(max_batch_size=2)
+    tasks = [asyncio.create_task(run(engine, PROMPT, max_new_tokens=200)) for _ in range(6)]
+    await asyncio.sleep(0.05)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await idle(engine)
+    tokens, _, _ = await run(engine, PROMPT, max_new_tokens=3)
+    assert len(tokens) == 3
+
+
+async def test_session_limits(make_engine):
+    engine = make_engine(session_len=64)
+    tokens, _, last = await run(engine, PROMPT)
+    assert len(PROMPT) + len(tokens) == 64 == engine.session_len and last.finish_reason == "length"
+    with pytest.raises(PromptError, match="64"):
+        engine.generate([1] * 64)
+    assert (await engine.logits([1] * 64)).shape[0] == 64
+    with pytest.raises(PromptError):
+        await engine.logits([1] * 65)
+
+
+async def test_prompts_are_checked_at_once(engine):
+    for bad in ("", [], [10**6], [-1], [{"role": "nobody", "content": ""}]):
+        with pytest.raises(PromptError):
+            engine.generate(bad)
+
+
+async def test_messages_equal_their_rendered_text(engine):
+    messages = [{"role": "user", "content": "Hello"}]
+    ids = engine.encode(messages)
+    assert (await run(engine, messages, max_new_tokens=5))[0] == (await run(engine, ids, max_new_tokens=5))[0]
+
+
+async def test_metrics_count(engine):
+    before = engine.metrics()
+    await run(engine, PROMPT, max_new_tokens=9)
+    await idle(engine)
+    after = engine.metrics()
+    assert after.healthy and after.steps > before.steps
+    assert after.prompt_tokens - before.prompt_tokens == len(PROMPT)
+    assert after.generated_tokens - before.generated_tokens == 9
+    assert after.free_blocks == after.total_blocks
+
+
+async def test_close_ends_running_requests(make_engine):
+    engine = make_engine()
+    task = asyncio.create_task(run(engine, PROMPT, max_new_tokens=200))
+    while not engine.metrics().running:
+        await asyncio.sleep(0.001)
+    engine.close()
+    engine.close()
+    _, _, last = await asyncio.wait_for(task, 10)
+    assert last.finish_reason in ("cancelled", "length")
+    with pytest.raises(EngineError):
+        await run(engine, PROMPT, max_new_tokens=1)
+
+
+def test_info_says_which_engine_and_why(engine):
+    assert engine.info.name and engine.info.backend and engine.info.reason
