@@ -44,13 +44,11 @@ def linear_biases(config: HfConfig) -> dict[str, bool]:
 
 
 def scale_groups(config: HfConfig) -> tuple[ScaleGroup, ...]:
-    """AWQ's groups (Lin et al., arXiv 2306.00978). v_proj feeds o_proj one to one only without GQA."""
-    heads, kv_heads, _ = _heads(config)
+    """AWQ's groups (Lin et al., arXiv 2306.00978). Under GQA the query heads of a KV head share o_proj's scale."""
     attention = tuple(f"self_attn.{name}_proj" for name in "qkv")
-    output = (ScaleGroup("self_attn.v_proj", ("self_attn.o_proj",), "self_attn.o_proj"),)
     return (
         ScaleGroup("input_layernorm", attention, "self_attn"),
-        *(output if heads == kv_heads else ()),
+        ScaleGroup("self_attn.v_proj", ("self_attn.o_proj",), "self_attn.o_proj"),
         ScaleGroup("post_attention_layernorm", ("mlp.gate_proj", "mlp.up_proj"), "mlp"),
         ScaleGroup("mlp.up_proj", ("mlp.down_proj",), "mlp.down_proj"),
     )
