@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
@@ -29,6 +30,12 @@ class WeightFormat(ABC):
     @abstractmethod
     def recognise(cls, config: dict[str, Any]) -> WeightFormat | None:
         """The format that config.json describes, or None if it is another's. Raises for unsupported options."""
+
+    def scheme_of(self, prefix: str, k: int) -> QuantScheme | None:
+        """One linear's scheme, its group resolved (-1 is K); None for a dense linear."""
+        if self.scheme is None or self.scheme.group > 0:
+            return self.scheme
+        return replace(self.scheme, group=k)
 
     @abstractmethod
     def expected(self, prefix: str, k: int, n: int) -> dict[str, tuple[int, ...]]:

@@ -1,0 +1,61 @@
+"""Whether a checkpoint has every tensor its config promises, no others, and each of the right shape."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from turbomill.convert.checkpoint import Checkpoint
+from turbomill.errors import CheckpointError
+
+SHOWN = 12
+# Buffers that old checkpoints saved; they are computed.
+IGNORED = re.compile(r"\.rotary_emb\.inv_freq$|\.attention\.(masked_)?bias$")
+
+
+def check_tensors(checkpoint: Checkpoint) -> None:
+    """Raise one CheckpointError that lists every missing, left-over and wrongly shaped tensor."""
+    problems: list[str] = []
+    known: set[str] = set()
+
+    def expect(name: str, shape: tuple[int, ...]) -> None:
+        known.add(name)
+        if not checkpoint.has(name):
+            problems.append(f"{name} is missing")
+        elif checkpoint.shape(name) != shape:
+            problems.append(f"{name} is {list(checkpoint.shape(name))}, expected {list(shape)}")
+
+    arch, config = checkpoint.arch, checkpoint.config
+    vocab, hidden = int(config["vocab_size"]), int(config["hidden_size"])
+    for name in arch.other_weights(config):
+        expect(name, (vocab, hidden) if name in (arch.embedding, arch.head) else (hidden,))
+    shapes, biases = arch.linear_shapes(config), arch.linear_biases(config)
+    for index in range(arch.num_layers(config)):
+        for linear, (k, n) in shapes.items():
+            prefix = arch.layer(index) + linear
+            form = checkpoint.format_of(prefix)
+            for name, shape in form.expected(prefix, k, n).items():
+                expect(name, shape)
+            known.update(form.optional(prefix))
+            if biases[linear] or _is_spare_bias(checkpoint, f"{prefix}.bias"):
+                expect(f"{prefix}.bias", (n,))
+    if checkpoint.tied and checkpoint.has(arch.head):
+        known.add(arch.head)
+        if checkpoint.has(arch.embedding) and not torch.equal(
+            checkpoint.tensor(arch.head), checkpoint.tensor(arch.embedding)
+        ):
+            problems.append(f"{arch.head} differs from {arch.embedding}, though tie_word_embeddings is true")
+    problems += [
+        f"{name} is not part of {arch.name}"
+        for name in checkpoint.names()
+        if name not in known and not IGNORED.search(name)
+    ]
+    if problems:
+        more = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+        raise CheckpointError(f"{checkpoint.path}: {'; '.join(problems[:SHOWN])}{more}")
+
+
+def _is_spare_bias(checkpoint: Checkpoint, name: str) -> bool:
+    """Some GPTQ writers give every linear a bias of zeros."""
+    return checkpoint.has(name) and not bool(checkpoint.tensor(name).any())

@@ -1,0 +1,59 @@
+"""Fusing linears along N: stacked ([Q|K|V]) or interleaved in blocks of rows (gate, up)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from turbomill.convert.linear import DenseLinear, Linear, QuantLinear
+from turbomill.convert.models.base import Fusion
+from turbomill.errors import CheckpointError
+
+
+def join(parts: Sequence[Tensor], dim: int, block: int) -> Tensor:
+    """Concatenate along `dim`, or interleave blocks of `block` when it is not zero."""
+    if block == 0 or len(parts) == 1:
+        return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
+    split = [part.unflatten(dim, (-1, block)) for part in parts]  # dim -> N/block, block
+    return torch.stack(split, dim % parts[0].dim() + 1).flatten(
+        dim % parts[0].dim(), dim % parts[0].dim() + 2
+    )
+
+
+def split(whole: Tensor, dim: int, block: int, sizes: Sequence[int]) -> list[Tensor]:
+    """The inverse of `join`; `sizes` are the parts' extents."""
+    dim %= whole.dim()
+    if block == 0 or len(sizes) == 1:
+        return list(whole.split(list(sizes), dim))
+    parts = whole.unflatten(dim, (-1, len(sizes), block))
+    return [parts.select(dim + 1, i).flatten(dim, dim + 1) for i in range(len(sizes))]
+
+
+def fuse(name: str, fusion: Fusion, parts: Sequence[Linear]) -> Linear:
+    """One linear of `parts`, which share a scheme. A part without bias counts as zeros where another has one."""
+    block = fusion.interleave
+    if all(isinstance(part, DenseLinear) for part in parts):
+        weights = [part.weight for part in parts if isinstance(part, DenseLinear)]
+        return DenseLinear(join(weights, 0, block), _fuse_bias(parts, block))
+    quant = [part for part in parts if isinstance(part, QuantLinear)]
+    if len(quant) != len(parts) or len({(q.scheme, q.scales.dtype) for q in quant}) != 1:
+        raise CheckpointError(f"{name}: {', '.join(fusion.parts)} are quantized differently; they are one linear")
+    return QuantLinear(
+        codes=join([q.codes for q in quant], 1, block),
+        scales=join([q.scales for q in quant], 1, block),
+        zeros=join([q.zeros for q in quant], 1, block),
+        scheme=quant[0].scheme,
+        bias=_fuse_bias(parts, block),
+    )
+
+
+def _fuse_bias(parts: Sequence[Linear], block: int) -> Tensor | None:
+    dtype = next((part.bias.dtype for part in parts if part.bias is not None), None)
+    if dtype is None:
+        return None
+    biases = [
+        torch.zeros(part.shape[1], dtype=dtype) if part.bias is None else part.bias.to(dtype) for part in parts
+    ]
+    return join(biases, 0, block)

@@ -1,0 +1,82 @@
+"""Writes a plan's tensors into safetensors shards: the headers are known first, then the data streams."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from turbomill.convert.safetensors_io import TAGS, Entry, encode_header, tensor_bytes
+from turbomill.convert.store.manifest import TensorInfo, dtype_name
+from turbomill.convert.store.plan import Planned, Step
+
+PAGE = 4096
+LINE = 64
+SHARD_BYTES = 4 << 30
+
+
+def write_shards(
+    directory: Path, steps: Sequence[Step], done: Callable[[int], None], shard_bytes: int = SHARD_BYTES
+) -> dict[str, TensorInfo]:
+    """Write every tensor; `done(nbytes)` after each. Returns where each lies. Memory: one step's tensors."""
+    shards = _split(steps, shard_bytes)
+    infos: dict[str, TensorInfo] = {}
+    for index, shard in enumerate(shards):
+        file = f"weights-{index + 1:05d}-of-{len(shards):05d}.safetensors"
+        tensors = [planned for step in shard for planned in step.tensors]
+        header, entries = encode_header({t.name: (t.tag, t.shape) for t in _aligned(tensors)}, align=PAGE)
+        infos.update({t.name: _info(t, file, entries[t.name]) for t in tensors})
+        with (directory / file).open("wb") as out:
+            out.write(header)
+            for step in shard:
+                for planned, tensor in zip(step.tensors, step.build(), strict=True):
+                    if TAGS[tensor.dtype] != planned.tag or tuple(tensor.shape) != planned.shape:
+                        raise AssertionError(
+                            f"{planned.name}: built {tensor.dtype} {list(tensor.shape)}, planned "
+                            f"{planned.tag} {list(planned.shape)}"
+                        )
+                    out.seek(entries[planned.name].offset)
+                    out.write(tensor_bytes(tensor))
+                    done(planned.nbytes)
+    return infos
+
+
+def _split(steps: Sequence[Step], limit: int) -> list[list[Step]]:
+    """Consecutive steps, at most `limit` bytes to a shard unless one step alone is larger."""
+    shards: list[list[Step]] = [[]]
+    size = 0
+    for step in steps:
+        nbytes = sum(planned.nbytes for planned in step.tensors)
+        if shards[-1] and size + nbytes > limit:
+            shards.append([])
+            size = 0
+        shards[-1].append(step)
+        size += nbytes
+    return shards
+
+
+def _aligned(tensors: Sequence[Planned]) -> list[Planned]:
+    """Sizes of whole cache lines first, so that those tensors start on one; then by element size."""
+    return sorted(tensors, key=lambda t: (t.nbytes % LINE != 0, -(t.nbytes & -t.nbytes) if t.nbytes % LINE else 0))
+
+
+def _info(planned: Planned, file: str, entry: Entry) -> TensorInfo:
+    return TensorInfo(
+        layout=planned.layout,
+        dtype=dtype_name(planned.tag),
+        shape=list(planned.shape),
+        logical=list(planned.logical),
+        group=planned.group,
+        file=file,
+        offset=entry.offset,
+        nbytes=entry.nbytes,
+    )
+
+
+def checksum(path: Path) -> str:
+    """CRC-32 of a whole file, as eight hex digits: faster than the disk, and enough against accidents."""
+    value = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            value = zlib.crc32(block, value)
+    return f"{value:08x}"
