@@ -1,0 +1,63 @@
+// What clients hand in and what they get back.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "engine/batch.h"
+
+namespace turbomill {
+
+struct Request {
+    uint64_t id = 0;  // given by the gateway
+    std::vector<int> token_ids;
+    int max_new_tokens = 0;  // 0: only run the prompt
+    SamplingParams sampling;
+    std::vector<int> stop_token_ids;
+    bool return_logits = false;  // logits of every prompt position
+};
+
+enum class Finish { None, Stop, Length, Cancelled, Error };
+
+inline const char* finish_name(Finish finish) {
+    switch (finish) {
+        case Finish::None: return "";
+        case Finish::Stop: return "stop";
+        case Finish::Length: return "length";
+        case Finish::Cancelled: return "cancelled";
+        case Finish::Error: return "error";
+    }
+    return "";
+}
+
+// What one step gave one request.
+struct Output {
+    uint64_t id = 0;
+    std::vector<int> token_ids;
+    Finish finish = Finish::None;
+    std::string error;
+    std::shared_ptr<std::vector<float>> logits;  // [rows, V], or null; shared with whoever reads it
+    int logits_rows = 0;
+};
+
+// A snapshot of the scheduler and the pools.
+#define TM_METRICS_FIELDS(X)          \
+    X(int64_t, waiting, 0)            \
+    X(int64_t, running, 0)            \
+    X(int64_t, total_blocks, 0)       \
+    X(int64_t, free_blocks, 0)        \
+    X(int64_t, steps, 0)              \
+    X(int64_t, prompt_tokens, 0)      \
+    X(int64_t, generated_tokens, 0)   \
+    X(int64_t, preemptions, 0)        \
+    X(bool, healthy, true)
+
+struct Metrics {
+#define TM_DECLARE_FIELD(type, name, value) type name = value;
+    TM_METRICS_FIELDS(TM_DECLARE_FIELD)
+#undef TM_DECLARE_FIELD
+};
+
+}  // namespace turbomill

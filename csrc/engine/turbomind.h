@@ -1,0 +1,34 @@
+// A whole engine over a store: weights, backend, decoder and orchestration, built and torn down in order.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "engine/engine.h"
+#include "kernels/backend.h"
+#include "models/decoder.h"
+#include "store/weights.h"
+
+namespace turbomill {
+
+class Turbomind {
+  public:
+    // Throws std::invalid_argument (configuration) or std::runtime_error (weights, memory).
+    Turbomind(const ModelConfig& model, const std::vector<TensorRef>& tensors, const EngineConfig& config,
+              Engine::OnOutputs on_outputs);
+
+    Engine& engine() { return *engine_; }
+
+  private:
+    const ModelConfig model_;
+    const EngineConfig config_;
+    Weights weights_;
+    std::unique_ptr<Backend> backend_;
+    Decoder decoder_;
+    std::unique_ptr<Engine> engine_;  // last: its threads use everything above
+};
+
+// Bytes of one KV block on the backend in use.
+size_t cache_block_bytes(const ModelConfig& model, const EngineConfig& config);
+
+}  // namespace turbomill

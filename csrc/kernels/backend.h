@@ -1,0 +1,56 @@
+// What a device must do for the engine. The decoder is written once over this interface; `cpu` and `cuda`
+// implement it. Activations are opaque device buffers whose element type the backend chooses.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "core/config.h"
+#include "engine/batch.h"
+#include "store/weights.h"
+
+namespace turbomill {
+
+// Device memory for activations, [rows, columns] in the backend's activation type.
+class Buffer {
+  public:
+    virtual ~Buffer() = default;
+    virtual void* data() = 0;
+};
+
+class Backend {
+  public:
+    virtual ~Backend() = default;
+
+    virtual std::unique_ptr<Buffer> allocate(int rows, int columns) = 0;
+
+    // The embedding table [V, H], set once before the first step; it outlives the backend's use of it.
+    virtual void set_embedding(const Linear& table) = 0;
+
+    // Makes a step's tokens, positions and block tables current for the calls below.
+    virtual void begin_step(const BatchData& batch) = 0;
+    // Waits until everything issued for the step is done.
+    virtual void synchronize() = 0;
+
+    // x [T, H] = embedding rows of the step's tokens; decode tokens come from the slots' last samples.
+    virtual void embed(Buffer& x) = 0;
+    // y [T, H] = rms_norm(x) * weight
+    virtual void rms_norm(Buffer& x, const std::vector<float>& weight, Buffer& y) = 0;
+    // x += delta, then y = rms_norm(x) * weight, all [T, H]
+    virtual void add_rms_norm(Buffer& delta, Buffer& x, const std::vector<float>& weight, Buffer& y) = 0;
+    // y [T, N] = x [T, K] w^T + bias
+    virtual void linear(const Linear& w, Buffer& x, Buffer& y) = 0;
+    // Rotates Q and K of qkv [T, (Nq + 2 Nkv) D] in place and writes K and V of `layer` to the paged cache.
+    virtual void rope_and_cache(int layer, Buffer& qkv) = 0;
+    // out [T, Nq D] = causal attention of the step's queries over each sequence's cached context
+    virtual void attention(int layer, Buffer& qkv, Buffer& out) = 0;
+    // out [T, I] = silu(gate) * up; gate_up [T, 2 I] interleaved by 8
+    virtual void silu_gate(Buffer& gate_up, Buffer& out) = 0;
+
+    // Final norm of x + delta, logits, sampling. Fills batch.samples and batch.logits.
+    virtual void finish(Buffer& delta, Buffer& x, const std::vector<float>& norm, const Linear& head,
+                        BatchData& batch) = 0;
+};
+
+}  // namespace turbomill

@@ -1,0 +1,182 @@
+#include "kernels/cpu/backend.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace turbomill::cpu {
+namespace {
+
+class HostBuffer : public Buffer {
+  public:
+    explicit HostBuffer(size_t elements) : values_(elements) {}
+    void* data() override { return values_.data(); }
+
+  private:
+    std::vector<float> values_;
+};
+
+float* floats(Buffer& buffer) { return static_cast<float*>(buffer.data()); }
+
+}  // namespace
+
+CpuBackend::CpuBackend(const ModelConfig& model, const EngineConfig& config, const std::vector<float>& inv_freq)
+    : model_(model),
+      config_(config),
+      k_(kernels()),
+      pool_(config.num_threads),
+      cache_(model, config),
+      linear_(k_, pool_),
+      attention_(model, k_, cache_, pool_),
+      samplers_(pool_.size()),
+      // A sequence that just finished may still be in flight while its successor starts: twice the batch.
+      last_token_(2 * config.max_batch_size, 0) {
+    const size_t half = inv_freq.size();
+    cos_.resize(half * config.session_len);
+    sin_.resize(half * config.session_len);
+    for (int position = 0; position < config.session_len; ++position) {
+        for (size_t i = 0; i < half; ++i) {
+            // fp32 products, as the models were trained and as transformers computes them
+            const float angle = float(position) * inv_freq[i];
+            cos_[position * half + i] = std::cos(angle) * model.rope_attention_factor;
+            sin_[position * half + i] = std::sin(angle) * model.rope_attention_factor;
+        }
+    }
+}
+
+std::unique_ptr<Buffer> CpuBackend::allocate(int rows, int columns) {
+    return std::make_unique<HostBuffer>(size_t(rows) * columns);
+}
+
+template <class F>
+void CpuBackend::for_rows(int rows, F&& fn) {
+    const int step = std::max(1, rows / (4 * pool_.size()));
+    pool_.run((rows + step - 1) / step, [&](int task, int) {
+        for (int row = task * step; row < std::min(rows, (task + 1) * step); ++row) fn(row);
+    });
+}
+
+void CpuBackend::begin_step(const BatchData& batch) {
+    batch_ = &batch;
+    first_.clear();
+    token_ids_.clear();
+    positions_.clear();
+    row_slice_.clear();
+    for (int i = 0; i < int(batch.slices.size()); ++i) {
+        const Slice& slice = batch.slices[i];
+        first_.push_back(int(token_ids_.size()));
+        for (int t = 0; t < slice.length; ++t) {
+            token_ids_.push_back(slice.tokens.empty() ? last_token_[slice.slot] : slice.tokens[t]);
+            positions_.push_back(slice.context + t);
+            row_slice_.push_back(i);
+        }
+    }
+    tokens_ = int(token_ids_.size());
+}
+
+void CpuBackend::embed(Buffer& x) {
+    const int h = model_.hidden_size;
+    const auto* table = static_cast<const uint8_t*>(embedding_->dense);
+    const size_t row_bytes = size_t(h) * dtype_bytes(embedding_->dtype);
+    for_rows(tokens_, [&](int t) {
+        k_.to_float(embedding_->dtype, table + token_ids_[t] * row_bytes, floats(x) + int64_t(t) * h, h);
+    });
+}
+
+void CpuBackend::rms_norm(Buffer& x, const std::vector<float>& weight, Buffer& y) {
+    const int h = model_.hidden_size;
+    for_rows(tokens_, [&](int t) {
+        k_.rms_norm(floats(x) + int64_t(t) * h, weight.data(), floats(y) + int64_t(t) * h, h, model_.norm_eps);
+    });
+}
+
+void CpuBackend::add_rms_norm(Buffer& delta, Buffer& x, const std::vector<float>& weight, Buffer& y) {
+    const int h = model_.hidden_size;
+    for_rows(tokens_, [&](int t) {
+        const int64_t row = int64_t(t) * h;
+        k_.add(floats(delta) + row, floats(x) + row, h);
+        k_.rms_norm(floats(x) + row, weight.data(), floats(y) + row, h, model_.norm_eps);
+    });
+}
+
+void CpuBackend::linear(const Linear& w, Buffer& x, Buffer& y) { linear_(w, floats(x), tokens_, floats(y)); }
+
+void CpuBackend::rope_and_cache(int layer, Buffer& qkv) {
+    const int d = model_.head_dim, half = int(cos_.size() / config_.session_len);
+    const CacheLayout& layout = cache_.layout;
+    for_rows(tokens_, [&](int t) {
+        float* row = floats(qkv) + int64_t(t) * model_.qkv_dim();
+        const int position = positions_[t];
+        const float* cos = cos_.data() + int64_t(position) * half;
+        const float* sin = sin_.data() + int64_t(position) * half;
+        for (int head = 0; head < model_.num_heads + model_.num_kv_heads; ++head) k_.rope(row + head * d, cos, sin, half);
+        const int block = batch_->slices[row_slice_[t]].blocks[position / layout.block_len];
+        const int place = position % layout.block_len;
+        for (int value = 0; value < 2; ++value) {
+            for (int head = 0; head < model_.num_kv_heads; ++head) {
+                const float* source = row + (model_.num_heads + value * model_.num_kv_heads + head) * d;
+                uint8_t* target = cache_.rows(block, layer, value, head) + place * layout.row_bytes;
+                if (layout.quantized()) {
+                    k_.kv_quantize(layout.bits, source, d, target, cache_.params(block, layer, value, head) + 2 * place);
+                } else {
+                    k_.from_float(layout.dtype, source, target, d);
+                }
+            }
+        }
+    });
+}
+
+void CpuBackend::attention(int layer, Buffer& qkv, Buffer& out) {
+    attention_(layer, *batch_, first_, floats(qkv), floats(out));
+}
+
+void CpuBackend::silu_gate(Buffer& gate_up, Buffer& out) {
+    const int64_t inter = model_.intermediate_size;
+    for_rows(tokens_, [&](int t) { k_.silu_gate(floats(gate_up) + t * 2 * inter, floats(out) + t * inter, int(inter)); });
+}
+
+void CpuBackend::finish(Buffer& delta, Buffer& x, const std::vector<float>& norm, const Linear& head,
+                        BatchData& batch) {
+    const int64_t h = model_.hidden_size, vocab = model_.vocab_size;
+    const int slices = int(batch.slices.size());
+    batch.samples.assign(slices, {});
+    batch.logits.assign(slices, {});
+    normed_.resize(std::max(normed_.size(), size_t(tokens_) * h));
+    const auto normalise = [&](int row, float* out) {
+        k_.add(floats(delta) + row * h, floats(x) + row * h, h);
+        k_.rms_norm(floats(x) + row * h, norm.data(), out, int(h), model_.norm_eps);
+    };
+    std::vector<const float*> last(slices, nullptr);  // the logits row each sample is drawn from
+
+    std::vector<int> sampled;  // slices that need their last row only
+    for (int i = 0; i < slices; ++i) {
+        const Slice& slice = batch.slices[i];
+        if (slice.return_logits) {
+            for_rows(slice.length, [&](int t) { normalise(first_[i] + t, normed_.data() + t * h); });
+            batch.logits[i].resize(size_t(slice.length) * vocab);
+            linear_(head, normed_.data(), slice.length, batch.logits[i].data());
+            last[i] = batch.logits[i].data() + (slice.length - 1) * vocab;
+        } else if (slice.sample) {
+            sampled.push_back(i);
+        }
+    }
+    if (!sampled.empty()) {
+        const int rows = int(sampled.size());
+        logits_.resize(std::max(logits_.size(), size_t(rows) * vocab));
+        for_rows(rows, [&](int r) {
+            const int i = sampled[r];
+            normalise(first_[i] + batch.slices[i].length - 1, normed_.data() + r * h);
+        });
+        linear_(head, normed_.data(), rows, logits_.data());
+        for (int r = 0; r < rows; ++r) last[sampled[r]] = logits_.data() + r * vocab;
+    }
+    pool_.run(slices, [&](int i, int worker) {
+        const Slice& slice = batch.slices[i];
+        if (!slice.sample) return;
+        const uint64_t position = uint64_t(slice.context + slice.length);
+        batch.samples[i] = samplers_[worker].sample(last[i], int(vocab), slice.sampling, position);
+    });
+    for (int i = 0; i < slices; ++i)
+        if (batch.samples[i].token >= 0) last_token_[batch.slices[i].slot] = batch.samples[i].token;
+}
+
+}  // namespace turbomill::cpu

@@ -1,0 +1,61 @@
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "core/thread_pool.h"
+#include "kernels/backend.h"
+#include "kernels/cpu/attention.h"
+#include "kernels/cpu/kernels.h"
+#include "kernels/cpu/kv_cache.h"
+#include "kernels/cpu/linear.h"
+#include "kernels/sampling.h"
+
+namespace turbomill::cpu {
+
+// fp32 activations, weights and cache in their stored types. All calls come from the executor thread.
+class CpuBackend : public Backend {
+  public:
+    // `inv_freq` [D/2]: rotary frequencies.
+    CpuBackend(const ModelConfig& model, const EngineConfig& config, const std::vector<float>& inv_freq);
+
+    std::unique_ptr<Buffer> allocate(int rows, int columns) override;
+    void set_embedding(const Linear& table) override { embedding_ = &table; }
+    void begin_step(const BatchData& batch) override;
+    void synchronize() override {}
+    void embed(Buffer& x) override;
+    void rms_norm(Buffer& x, const std::vector<float>& weight, Buffer& y) override;
+    void add_rms_norm(Buffer& delta, Buffer& x, const std::vector<float>& weight, Buffer& y) override;
+    void linear(const Linear& w, Buffer& x, Buffer& y) override;
+    void rope_and_cache(int layer, Buffer& qkv) override;
+    void attention(int layer, Buffer& qkv, Buffer& out) override;
+    void silu_gate(Buffer& gate_up, Buffer& out) override;
+    void finish(Buffer& delta, Buffer& x, const std::vector<float>& norm, const Linear& head,
+                BatchData& batch) override;
+
+  private:
+    // fn(row) for the rows of a step, a few at a time
+    template <class F>
+    void for_rows(int rows, F&& fn);
+
+    const ModelConfig& model_;
+    const EngineConfig& config_;
+    const Kernels& k_;
+    ThreadPool pool_;
+    KvCache cache_;
+    LinearRunner linear_;
+    Attention attention_;
+    const Linear* embedding_ = nullptr;
+    std::vector<Sampler> samplers_;     // per worker
+    std::vector<float> cos_, sin_;      // [session_len, D/2]
+    std::vector<int> last_token_;       // per slot
+
+    // The current step.
+    const BatchData* batch_ = nullptr;
+    int tokens_ = 0;
+    std::vector<int> first_;      // slice -> its first row
+    std::vector<int> token_ids_, positions_, row_slice_;  // [T]
+    std::vector<float> normed_, logits_;
+};
+
+}  // namespace turbomill::cpu

@@ -1,0 +1,53 @@
+#include "kernels/cpu/kv_cache.h"
+
+#include <sys/mman.h>
+
+#include <cerrno>
+#include <cstring>
+#include <stdexcept>
+
+namespace turbomill::cpu {
+namespace {
+
+uint8_t* reserve(size_t bytes) {
+    void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (data == MAP_FAILED)
+        throw std::runtime_error("the KV cache needs " + std::to_string(bytes) + " bytes: " + std::strerror(errno) +
+                                 "; lower cache_max_entry_count");
+    return static_cast<uint8_t*>(data);
+}
+
+}  // namespace
+
+CacheLayout::CacheLayout(const ModelConfig& model, const EngineConfig& config)
+    : bits(config.quant_policy ? config.quant_policy : 16),
+      dtype(parse_dtype(config.cache_dtype)),
+      heads(model.num_kv_heads),
+      head_dim(model.head_dim),
+      block_len(config.block_len) {
+    if (!config.quant_policy) bits = int(dtype_bytes(dtype)) * 8;
+    row_bytes = size_t(head_dim) * bits / 8;
+    head_bytes = row_bytes * block_len;
+    param_bytes = quantized() ? size_t(block_len) * 4 : 0;
+    layer_bytes = 2 * size_t(heads) * (head_bytes + param_bytes);
+    block_bytes = layer_bytes * model.num_layers;
+}
+
+void KvCache::Unmap::operator()(uint8_t* data) const { munmap(data, bytes); }
+
+KvCache::KvCache(const ModelConfig& model, const EngineConfig& config)
+    : layout(model, config),
+      data_(reserve(layout.block_bytes * config.cache_block_count), {layout.block_bytes * config.cache_block_count}) {}
+
+uint8_t* KvCache::rows(int block, int layer, int value, int head) const {
+    return data_.get() + block * layout.block_bytes + layer * layout.layer_bytes +
+           (size_t(value) * layout.heads + head) * layout.head_bytes;
+}
+
+uint16_t* KvCache::params(int block, int layer, int value, int head) const {
+    uint8_t* base = data_.get() + block * layout.block_bytes + layer * layout.layer_bytes +
+                    2 * size_t(layout.heads) * layout.head_bytes;
+    return reinterpret_cast<uint16_t*>(base + (size_t(value) * layout.heads + head) * layout.param_bytes);
+}
+
+}  // namespace turbomill::cpu

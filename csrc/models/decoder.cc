@@ -1,0 +1,42 @@
+#include "models/decoder.h"
+
+namespace turbomill {
+
+Decoder::Decoder(const ModelConfig& c, const Weights& weights, Backend& backend, int max_tokens)
+    : weights_(weights),
+      backend_(backend),
+      residual_(backend.allocate(max_tokens, c.hidden_size)),
+      normed_(backend.allocate(max_tokens, c.hidden_size)),
+      qkv_(backend.allocate(max_tokens, c.qkv_dim())),
+      attention_(backend.allocate(max_tokens, c.q_dim())),
+      delta_(backend.allocate(max_tokens, c.hidden_size)),
+      gate_up_(backend.allocate(max_tokens, 2 * c.intermediate_size)),
+      hidden_(backend.allocate(max_tokens, c.intermediate_size)) {
+    backend_.set_embedding(weights.embedding);
+}
+
+void Decoder::forward(BatchData& batch) {
+    Backend& b = backend_;
+    b.begin_step(batch);
+    b.embed(*residual_);
+    for (int i = 0; i < int(weights_.layers.size()); ++i) {
+        const DecoderLayer& layer = weights_.layers[i];
+        if (i == 0) {
+            b.rms_norm(*residual_, layer.attention_norm, *normed_);
+        } else {
+            b.add_rms_norm(*delta_, *residual_, layer.attention_norm, *normed_);
+        }
+        b.linear(layer.qkv, *normed_, *qkv_);
+        b.rope_and_cache(i, *qkv_);
+        b.attention(i, *qkv_, *attention_);
+        b.linear(layer.o, *attention_, *delta_);
+        b.add_rms_norm(*delta_, *residual_, layer.ffn_norm, *normed_);
+        b.linear(layer.gate_up, *normed_, *gate_up_);
+        b.silu_gate(*gate_up_, *hidden_);
+        b.linear(layer.down, *hidden_, *delta_);
+    }
+    b.finish(*delta_, *residual_, weights_.norm, weights_.output, batch);
+    b.synchronize();
+}
+
+}  // namespace turbomill

@@ -1,0 +1,13 @@
+// One register_* function per area; module.cc only calls them.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace turbomill::python {
+
+void register_system(pybind11::module_& m);   // build_info, cpu_features, load_blas
+void register_configs(pybind11::module_& m);  // ModelConfig, EngineConfig, TensorRef
+void register_engine(pybind11::module_& m);   // Request, Output, Metrics, Engine
+void register_kernels(pybind11::module_& m);  // the submodule `kernels`, for tests and benchmarks
+
+}  // namespace turbomill::python
