@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from turbomill.engine.cache_size import CacheSize
 from turbomill.errors import UsageError
 
 QUANT_POLICIES = (0, 8, 4)
@@ -50,6 +51,7 @@ class EngineConfig:
         require(
             _is_int(self.num_threads, 0), "num_threads", self.num_threads, "an integer >= 0 (0: every core)"
         )
+        CacheSize.parse(self.cache_max_entry_count)
         for name, allowed in (
             ("quant_policy", QUANT_POLICIES),
             ("cache_dtype", CACHE_DTYPES),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Self, TypeVar, cast, overload
 
 from turbomill.engine.base import AsyncEngine
 from turbomill.engine.config import EngineConfig, GenerationConfig
-from turbomill.engine.requests import FinishReason, GenerationOutput, Messages, Prompt
+from turbomill.engine.requests import EngineError, FinishReason, GenerationOutput, Messages, Prompt
 from turbomill.engine.select import create_engine
 
 if TYPE_CHECKING:
@@ -118,6 +118,8 @@ class Pipeline:
         gen_config: GenerationConfig | Sequence[GenerationConfig] | None,
         do_preprocess: bool,
     ) -> list[AsyncGenerator[GenerationOutput, None]]:
+        if self._closed:
+            raise EngineError("the pipeline is closed")
         if gen_config is None or isinstance(gen_config, GenerationConfig):
             configs: Sequence[GenerationConfig | None] = [gen_config] * len(batch)
         else:

@@ -10,9 +10,9 @@ from turbomill.engine.requests import Messages, Prompt, PromptError
 
 
 class PromptEncoder:
-    """A tokenizer with its chat template, usable from many threads."""
+    """A tokenizer with its chat template, usable from many threads. Without one, only token ids run."""
 
-    def __init__(self, tokenizer: Any, vocab_size: int) -> None:
+    def __init__(self, tokenizer: Any | None, vocab_size: int) -> None:
         self.tokenizer = tokenizer
         self._vocab_size = vocab_size
         # A fast tokenizer may change its own settings while it encodes, and then refuses a second borrower.
@@ -32,12 +32,16 @@ class PromptEncoder:
         return ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of token ids, exactly: no clean-up of spaces."""
+        """Text of token ids, exactly: no clean-up of spaces. Empty without a tokenizer."""
+        if self.tokenizer is None:
+            return ""
         return self.tokenizer.decode(
             list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
 
     def _tokenize(self, text: str, add_special_tokens: bool) -> list[int]:
+        if self.tokenizer is None:
+            raise PromptError("the model has no tokenizer: send token ids")
         with self._lock:
             return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
 

@@ -37,8 +37,10 @@ def _locked(path: Path) -> Iterator[None]:
 
 def _cache_key(path: Path) -> str:
     """Changes whenever the checkpoint's files or the converter change. Contents may be huge: not read."""
+    from turbomill.convert.store.manifest import FORMAT_VERSION
+
     files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
-    digest = hashlib.sha256(f"{__version__}\n{path}\n".encode())
+    digest = hashlib.sha256(f"{__version__}\n{FORMAT_VERSION}\n".encode())
     for file in files:
         stat = file.stat()
         digest.update(f"{file}\t{stat.st_size}\t{stat.st_mtime_ns}\n".encode())

@@ -75,7 +75,7 @@ class TurbomindEngine:
         self.config = config or EngineConfig()
         self._core = _load_core()
         self.store = open_model(model) if isinstance(model, str | os.PathLike) else model
-        self._prompts = PromptEncoder(self.store.tokenizer(), self.store.model["vocab_size"])
+        self._prompts = PromptEncoder(_tokenizer(self.store), self.store.model["vocab_size"])
         self._session_len = self._choose_session_len()
         self.info = EngineInfo("turbomind", "+".join(self._core.build_info()["backends"]), reason)
         self._bridge = Bridge()
@@ -100,7 +100,7 @@ class TurbomindEngine:
             "max_prefill_token_num": config.max_prefill_token_num,
             "block_len": config.cache_block_seq_len,
             "quant_policy": config.quant_policy,
-            "cache_dtype": store.dtype if config.cache_dtype == "auto" else config.cache_dtype,
+            "cache_dtype": store.manifest["dtype"] if config.cache_dtype == "auto" else config.cache_dtype,
         }
         block_bytes = core.cache_block_bytes(model, core.EngineConfig(**settings, cache_block_count=1))
         weight_bytes = sum(tensor.nbytes for tensor in store.tensors.values())
@@ -239,6 +239,14 @@ class TurbomindEngine:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _tokenizer(store: Store) -> Any | None:
+    """The store's tokenizer; None when it has none and only token ids can be run."""
+    if store.manifest["tokenizer"]["files"]:
+        return store.tokenizer()
+    logger.warning("the model has no tokenizer: prompts must be token ids, and there is no text")
+    return None
 
 
 def _raise_failure(output: _core.Output) -> None:

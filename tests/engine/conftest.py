@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -47,7 +46,7 @@ def fake_store(tokenizer) -> SimpleNamespace:
     return SimpleNamespace(
         model={"vocab_size": 257},
         tensors={"embed": tensor},
-        dtype="float16",
+        manifest={"dtype": "float16", "tokenizer": {"files": ["tokenizer.json"]}},
         tokenizer=lambda: tokenizer,
         context_length=512,
         eos_token_ids=(256,),
@@ -77,4 +76,35 @@ def fake_engine(make_fake_engine):
     return make_fake_engine()
 
 
-HAS_CORE = importlib.util.find_spec("turbomill._core") is not None
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory):
+    """A random Llama of two layers in fp32, over the byte tokenizer."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=257,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        initializer_range=0.3,  # logits far apart, so that rounding does not change the greedy token
+        bos_token_id=None,
+        eos_token_id=256,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("tiny")
+    LlamaForCausalLM(config).save_pretrained(path)
+    byte_tokenizer().save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiny_store(tiny_checkpoint, tmp_path_factory):
+    """The same as a store."""
+    from turbomill.convert.store import convert_checkpoint
+
+    return convert_checkpoint(tiny_checkpoint, tmp_path_factory.mktemp("stores") / "tiny")

@@ -200,3 +200,12 @@ def test_configuration_reaches_the_core(make_fake_engine, caplog):
     assert "engine turbomind on cpu" in caplog.text
     with pytest.raises(UsageError, match="session_len is 513, expected at most the model's context of 512"):
         make_fake_engine(session_len=513)
+
+
+async def test_without_tokenizer_token_ids_run(make_fake_engine, fake_store):
+    fake_store.manifest["tokenizer"]["files"] = []
+    engine = make_fake_engine()
+    outputs = await collect(engine.generate([97], GenerationConfig(max_new_tokens=3)))
+    assert [t for o in outputs for t in o.token_ids] == [98, 99, 100]
+    with pytest.raises(PromptError, match="no tokenizer"):
+        engine.generate("text")

@@ -19,6 +19,7 @@ from turbomill.errors import UsageError
         ("num_threads", -1),
         ("cache_dtype", "int8"),
         ("backend", "pytorch"),
+        ("cache_max_entry_count", "lots"),
     ],
 )
 def test_engine_config_names_the_field_and_value(field, value):
