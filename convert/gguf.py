@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from turbomill.convert.checkpoint import Checkpoint, missing
+from turbomill.convert.base import Checkpoint, missing
 from turbomill.errors import CheckpointError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ class GgufCheckpoint(Checkpoint):
             factor = float(self._fields["llama.rope.scaling.factor"])
             return {"rope_type": "linear", "rope_theta": theta, "factor": factor}
         raise UnsupportedModelError(
-            f"{self.path}: llama.rope.scaling.type {kind} is not supported; supported: none, linear, and Llama-3's"
+            f"{self.path}: llama.rope.scaling.type {kind}: only none, linear and Llama-3's are supported"
         )
 
     def _llama3_rope(self, theta: float, dim: int) -> dict[str, Any]:
@@ -179,7 +179,7 @@ class GgufCheckpoint(Checkpoint):
         return self._dtype
 
     def tensor(self, name: str) -> Tensor:
-        """Dequantized to the model's dtype, in Hugging Face's row order. Raises CheckpointError on overflow."""
+        """In the model's dtype and Hugging Face's row order. Raises CheckpointError on overflow."""
         from gguf.quants import dequantize
 
         found = self._find(name)
@@ -193,10 +193,9 @@ class GgufCheckpoint(Checkpoint):
         if ".q_proj." in name or ".k_proj." in name:
             key = "num_attention_heads" if ".q_proj." in name else "num_key_value_heads"
             tensor = _unpermute(tensor, self.config[key])
-        tensor = tensor.to(self._dtype)
-        if not bool(torch.isfinite(tensor).all()):
+        if not bool(tensor.abs().max() <= torch.finfo(self._dtype).max):  # also false for NaN
             raise CheckpointError(f"{self.path}: tensor {found.name}: holds values beyond {self._dtype}")
-        return tensor.contiguous()
+        return tensor.to(self._dtype).contiguous()
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Through transformers' reader of GGUF metadata."""
@@ -233,7 +232,8 @@ def _open(path: Path) -> GGUFReader:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
     except (ValueError, IndexError, KeyError, TypeError, OverflowError) as error:
         raise CheckpointError(
-            f"{path}: truncated, damaged or not a GGUF file ({str(error).splitlines()[0]}); copy or download it again"
+            f"{path}: truncated, damaged or not a GGUF file ({str(error).partition(chr(10))[0]}); "
+            "copy or download it again"
         ) from error
 
 

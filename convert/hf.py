@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from turbomill.convert.checkpoint import Checkpoint, missing
+from turbomill.convert.base import Checkpoint, missing
 from turbomill.convert.safetensors_io import DTYPES, Entry, map_file, read_header, view
 from turbomill.errors import CheckpointError
 

@@ -15,7 +15,7 @@ from turbomill.errors import CheckpointError
 
 @dataclass(frozen=True)
 class QuantScheme:
-    """How weights are quantized: `bits` per code, `group` rows share a scale (-1: all), `symmetric` zero or not.
+    """How weights are quantized: `bits` per code, `group` rows to a scale (-1: all), `symmetric` or not.
 
     Symmetric means that every zero is 2**(bits - 1). A QuantLinear's own scheme always has a positive group.
     """
@@ -79,8 +79,8 @@ class QuantLinear:
         for what, tensor in (("scales", self.scales), ("zeros", self.zeros)):
             if tuple(tensor.shape) != (groups, n):
                 raise CheckpointError(
-                    f"{name}: {what} have shape {tuple(tensor.shape)}, expected {(groups, n)} for K={k}, N={n}, "
-                    f"group {self.scheme.group}"
+                    f"{name}: {what} have shape {tuple(tensor.shape)}, expected {(groups, n)} for "
+                    f"K={k}, N={n}, group {self.scheme.group}"
                 )
         top = 2**self.scheme.bits
         if int(self.codes.max()) >= top or int(self.zeros.max()) >= top:
@@ -102,10 +102,8 @@ Linear = DenseLinear | QuantLinear
 
 
 def storable_scales(name: str, scales: Tensor) -> Tensor:
-    """Scales in 16 bits: fp16 or bf16 as they are, fp32 as fp16. Raises CheckpointError beyond fp16's range."""
+    """Scales in 16 bits: fp16 or bf16 as they are, fp32 as fp16. Raises CheckpointError beyond its range."""
     stored = scales if scales.dtype in (torch.float16, torch.bfloat16) else scales.half()
     if not bool(torch.isfinite(stored).all()):
-        raise CheckpointError(
-            f"{name}: scales beyond the range of fp16 (65504); quantize a bf16 model instead"
-        )
+        raise CheckpointError(f"{name}: scales beyond fp16 (65504); quantize a bf16 model instead")
     return stored.contiguous()

@@ -1,4 +1,4 @@
-"""Any checkpoint as a plain transformers model or a dense Hugging Face directory: what others are measured by."""
+"""Any checkpoint as a transformers model or a dense Hugging Face directory: the reference for the rest."""
 
 from __future__ import annotations
 

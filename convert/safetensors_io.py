@@ -47,14 +47,14 @@ class Entry:
 
 
 def read_header(path: Path) -> dict[str, Entry]:
-    """The tensors of `path`, by name. Raises CheckpointError, naming file and tensor, on any inconsistency."""
+    """The tensors of `path`, by name. Raises CheckpointError, naming file and tensor, if it is unsound."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
                 raise CheckpointError(
-                    f"{path}: truncated or not a safetensors file (header of {length} bytes in a file of {size}); "
+                    f"{path}: truncated or not a safetensors file (header of {length} bytes, file of {size}); "
                     "copy or download it again"
                 )
             header = json.loads(file.read(length))
@@ -83,11 +83,11 @@ def _entry(path: Path, name: str, value: Any, data_start: int, size: int) -> Ent
     expected = prod(shape) * DTYPES[tag].itemsize
     if min(shape, default=0) < 0 or begin < 0 or end - begin != expected:
         raise CheckpointError(
-            f"{path}: tensor {name}: offsets {begin}..{end} do not hold {tag} {list(shape)} ({expected} bytes)"
+            f"{path}: tensor {name}: offsets {begin}..{end} do not hold {tag} {list(shape)}, {expected} bytes"
         )
     if data_start + end > size:
         raise CheckpointError(
-            f"{path}: tensor {name}: truncated file: data ends at byte {data_start + end}, the file at {size}; "
+            f"{path}: tensor {name}: truncated file: it ends at {size}, the data at {data_start + end}; "
             "copy or download it again"
         )
     return Entry(tag, shape, data_start + begin, expected)
@@ -122,7 +122,8 @@ def view(buffer: mmap.mmap, dtype: torch.dtype, shape: Sequence[int], offset: in
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """The tensor's elements in row-major order, as bytes (no copy when it is contiguous)."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy())
+    array: Any = flat.view(torch.uint8).numpy()
+    return memoryview(array)
 
 
 def encode_header(

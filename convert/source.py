@@ -30,7 +30,7 @@ def resolve_model(model: str | Path) -> Path:
 
 
 def kind_of(path: Path) -> Kind:
-    """What `path` holds. Raises CheckpointError for a directory that is neither checkpoint nor whole store."""
+    """What `path` holds. Raises CheckpointError for what is neither a checkpoint nor a whole store."""
     if path.is_file():
         if path.suffix.lower() == ".gguf" or _starts_with(path, b"GGUF"):
             return "gguf"
@@ -78,5 +78,6 @@ def _download(name: str) -> Path:
     except Exception as error:  # every failure of the hub (offline, unknown, gated) is the same to the user
         reason = str(error).strip().split("\n", 1)[0] or type(error).__name__
         raise CheckpointError(
-            f"{name}: no such local path, and the hub did not give it: {reason}; download it and give its directory"
+            f"{name}: no such local path, and the hub did not give it: {reason}; "
+            "download it and give its directory"
         ) from error

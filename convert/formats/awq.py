@@ -38,7 +38,7 @@ def unpack_words(words: Tensor) -> Tensor:
     return codes.reshape(words.shape[0], -1)
 
 
-@dataclass
+@dataclass(frozen=True)
 class AwqFormat(WeightFormat):
     """AWQ gemm with one scheme for all quantized linears; `skip` are the modules left dense."""
 
@@ -59,9 +59,7 @@ class AwqFormat(WeightFormat):
             return None
         version = str(quant.get("version", "gemm")).lower()
         if version != "gemm":
-            raise UnsupportedModelError(
-                f"config.json: AWQ version {version} is not supported; supported: gemm"
-            )
+            raise UnsupportedModelError(f"config.json: AWQ version {version}: only gemm is supported")
         scheme = QuantScheme(
             bits=int(quant.get("bits", quant.get("w_bit", 4))),
             group=int(quant.get("group_size", quant.get("q_group_size", 128))),
@@ -73,8 +71,8 @@ class AwqFormat(WeightFormat):
         group = self.scheme.group if self.scheme.group > 0 else k
         if k % group or n % 8:
             raise CheckpointError(
-                f"{prefix}: AWQ gemm needs K divisible by the group and N by 8, got K={k}, N={n}, group {group}; "
-                "choose a group size that divides K"
+                f"{prefix}: AWQ gemm needs K divisible by the group and N by 8, got K={k}, N={n}, "
+                f"group {group}; choose a group size that divides K"
             )
         return group
 

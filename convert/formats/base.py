@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
 from turbomill.convert.linear import Linear, QuantScheme
-from turbomill.errors import UnsupportedModelError
 
 
 class TensorSource(Protocol):
@@ -20,8 +19,9 @@ class TensorSource(Protocol):
     def tensor(self, name: str) -> Tensor: ...
 
 
+@dataclass(frozen=True)
 class WeightFormat(ABC):
-    """How one family of checkpoints stores its linears. `prefix` is a linear's full name without `.weight`."""
+    """How one family of checkpoints stores its linears. `prefix` is a linear's name without `.weight`."""
 
     name: ClassVar[str]
     scheme: QuantScheme | None  # the model's; a linear's own comes with its QuantLinear
@@ -29,7 +29,7 @@ class WeightFormat(ABC):
     @classmethod
     @abstractmethod
     def recognise(cls, config: dict[str, Any]) -> WeightFormat | None:
-        """The format that config.json describes, or None if it is another's. Raises for unsupported options."""
+        """The format config.json describes, or None if it is another's. Raises for unsupported options."""
 
     def scheme_of(self, prefix: str, k: int) -> QuantScheme | None:
         """One linear's scheme, its group resolved (-1 is K); None for a dense linear."""
@@ -61,21 +61,3 @@ class WeightFormat(ABC):
 def bias_of(source: TensorSource, prefix: str) -> Tensor | None:
     """The linear's bias [N], or None."""
     return source.tensor(f"{prefix}.bias") if source.has(f"{prefix}.bias") else None
-
-
-def find_format(config: dict[str, Any]) -> WeightFormat:
-    """The format config.json describes. Raises UnsupportedModelError for one that is not known."""
-    from turbomill.convert.formats.awq import AwqFormat
-    from turbomill.convert.formats.dense import DenseFormat
-    from turbomill.convert.formats.gptq import GptqFormat
-
-    formats: tuple[type[WeightFormat], ...] = (DenseFormat, AwqFormat, GptqFormat)
-    for candidate in formats:
-        found = candidate.recognise(config)
-        if found is not None:
-            return found
-    method = config["quantization_config"].get("quant_method", "missing")
-    raise UnsupportedModelError(
-        f"config.json: quant_method {method} is not supported; supported: "
-        f"{', '.join(candidate.name for candidate in formats)}"
-    )

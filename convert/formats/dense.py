@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -11,11 +12,12 @@ from turbomill.convert.formats.base import TensorSource, WeightFormat, bias_of
 from turbomill.convert.linear import DenseLinear, Linear, QuantLinear
 
 
+@dataclass(frozen=True)
 class DenseFormat(WeightFormat):
     """A checkpoint without `quantization_config`."""
 
     name = "dense"
-    scheme = None
+    scheme: None = None
 
     @classmethod
     def recognise(cls, config: dict[str, Any]) -> DenseFormat | None:

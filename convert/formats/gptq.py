@@ -1,6 +1,7 @@
 """GPTQ (AutoGPTQ, GPTQModel): codes packed along K, zeros along N, 2, 3, 4 or 8 bits, low bits first.
 
-`X.qweight` int32 [ceil(K*b/32), N], `X.qzeros` int32 [G, ceil(N*b/32)], `X.scales` [G, N], `X.g_idx` int32 [K].
+`X.qweight` int32 [ceil(K*b/32), N], `X.qzeros` int32 [G, ceil(N*b/32)], `X.scales` [G, N],
+`X.g_idx` int32 [K].
 v1 files store zero - 1, each field on its own modulo 2^b; v2 files store the zero.
 """
 
@@ -25,22 +26,20 @@ BITS = (2, 3, 4, 8)
 VERSIONS = {"gptq": 1, "gptq_v2": 2}
 
 
-@dataclass
+@dataclass(frozen=True)
 class GptqFormat(WeightFormat):
     """GPTQ with one scheme, or one per linear where `dynamic` (regex -> overrides) says so."""
 
     scheme: QuantScheme
     version: int = 1
     dynamic: dict[str, dict[str, Any]] = field(default_factory=dict)
+    _warned: set[int] = field(default_factory=set, repr=False, compare=False)  # versions found instead
 
     name = "gptq"
 
     def __post_init__(self) -> None:
         if self.scheme.bits not in BITS:
-            raise UnsupportedModelError(
-                f"GPTQ of {self.scheme.bits} bits is not supported; supported: {BITS}"
-            )
-        self._said_version = False
+            raise UnsupportedModelError(f"GPTQ of {self.scheme.bits} bits: only {BITS} are supported")
 
     @classmethod
     def recognise(cls, config: dict[str, Any]) -> GptqFormat | None:
@@ -51,7 +50,7 @@ class GptqFormat(WeightFormat):
         form = quant.get("checkpoint_format") or "gptq"
         if form not in VERSIONS:
             raise UnsupportedModelError(
-                f"config.json: GPTQ checkpoint_format {form} is not supported; supported: {', '.join(VERSIONS)}"
+                f"config.json: GPTQ checkpoint_format {form}: only {', '.join(VERSIONS)} are supported"
             )
         scheme = QuantScheme(
             bits=int(quant.get("bits", 4)),
@@ -99,8 +98,8 @@ class GptqFormat(WeightFormat):
         groups = -(-k // scheme.group)
         if tuple(scales.shape) != (groups, n) or words.shape[0] != words_for(k, bits):
             raise CheckpointError(
-                f"{prefix}: qweight {tuple(words.shape)}, scales {tuple(scales.shape)} do not agree with K={k}, N={n}, "
-                f"{bits} bits, group {scheme.group}"
+                f"{prefix}: qweight {tuple(words.shape)}, scales {tuple(scales.shape)} do not agree with "
+                f"K={k}, N={n}, {bits} bits, group {scheme.group}"
             )
         raw = unpack_bits(source.tensor(f"{prefix}.qzeros").T, bits, n).T.contiguous()  # [G, N]
         zeros = self._zeros(prefix, raw, scheme)
@@ -123,10 +122,10 @@ class GptqFormat(WeightFormat):
             version = next((v for v, value in stored.items() if bool((raw == value).all())), 0)
             if version == 0:
                 raise CheckpointError(
-                    f"{prefix}.qzeros: the config says sym, but the zeros are not all {half}; set sym to false"
+                    f"{prefix}.qzeros: the config says sym, but not all zeros are {half}; set sym to false"
                 )
-            if version != self.version and not self._said_version:
-                self._said_version = True
+            if version != self.version and version not in self._warned:
+                self._warned.add(version)
                 log.warning(
                     "%s.qzeros: the config says GPTQ v%d, the zeros are v%d; reading them as v%d",
                     *(prefix, self.version, version, version),
@@ -140,7 +139,7 @@ class GptqFormat(WeightFormat):
         bits, (k, n) = linear.scheme.bits, linear.shape
         if k * bits % 32 or n * bits % 32:
             raise CheckpointError(
-                f"{prefix}: GPTQ packs K={k} and N={n} at {bits} bits into whole 32-bit words; they do not fit"
+                f"{prefix}: GPTQ packs into whole 32-bit words; K={k}, N={n} at {bits} bits do not fit"
             )
         mask = 2**bits - 1
         raw = linear.zeros if self.version == 2 else (linear.zeros + mask) & mask  # zero - 1 modulo 2^b
@@ -180,6 +179,7 @@ def _group_order(prefix: str, g_idx: Tensor | None, group: int, groups: int) -> 
     sound = bool(((order >= 0) & (order < groups)).all()) and torch.equal(g_idx.long(), order[block])
     if not sound:
         raise UnsupportedModelError(
-            f"{prefix}.g_idx: rows are reordered (desc_act), which is not supported; quantize with desc_act=False"
+            f"{prefix}.g_idx: rows are reordered (desc_act), which is not supported; "
+            "quantize with desc_act=False"
         )
     return order

@@ -28,7 +28,7 @@ class ScaleGroup:
 
 @dataclass(frozen=True)
 class Fusion:
-    """One linear of the store made of `parts`, stacked along N, or interleaved in blocks of `interleave` rows."""
+    """One linear of the store: `parts` stacked along N, or interleaved in blocks of `interleave` rows."""
 
     name: str
     parts: tuple[str, ...]
@@ -73,7 +73,7 @@ class Architecture:
         ]
 
     def other_weights(self, config: HfConfig) -> list[str]:
-        """The tensors that are not linears' of the layers: embedding, norms, and the head unless it is tied."""
+        """The tensors that are no layer's linear: embedding, norms, and the head unless it is tied."""
         norms = [
             f"{self.layer(index)}{norm}.weight"
             for index in range(self.num_layers(config))
@@ -97,7 +97,7 @@ def register(architecture: Architecture) -> Architecture:
 
 
 def find_architecture(config: HfConfig) -> Architecture:
-    """The architecture config.json names. Raises UnsupportedModelError for another, or an unhandled variant."""
+    """The architecture config.json names. Raises UnsupportedModelError for an unknown one or variant."""
     from turbomill.convert.models import llama  # noqa: F401  (registers itself)
 
     names = config.get("architectures") or []

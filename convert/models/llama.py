@@ -44,7 +44,7 @@ def linear_biases(config: HfConfig) -> dict[str, bool]:
 
 
 def scale_groups(config: HfConfig) -> tuple[ScaleGroup, ...]:
-    """AWQ's groups (Lin et al., arXiv 2306.00978). Under GQA the query heads of a KV head share o_proj's scale."""
+    """AWQ's groups (arXiv 2306.00978). Under GQA the query heads of a KV head share o_proj's scale."""
     attention = tuple(f"self_attn.{name}_proj" for name in "qkv")
     return (
         ScaleGroup("input_layernorm", attention, "self_attn"),
@@ -55,7 +55,7 @@ def scale_groups(config: HfConfig) -> tuple[ScaleGroup, ...]:
 
 
 def rope(config: HfConfig) -> tuple[Tensor, float]:
-    """Inverse frequencies, fp32 [D/2], and the factor on cos and sin; both spellings of the scaling are read."""
+    """Inverse frequencies, fp32 [D/2], and the factor on cos and sin; reads both spellings of the scaling."""
     import torch
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS

@@ -94,7 +94,9 @@ def _manifest(checkpoint: Checkpoint, tensors: dict[str, TensorInfo], directory:
 
 def _tokenizer_info(directory: Path) -> dict[str, Any]:
     """Which tokenizer files came along; a model without any can still be run on token ids."""
-    names = sorted(path.name for path in directory.iterdir() if path.name.startswith(("tokenizer", "vocab", "merges")))
+    names = sorted(
+        path.name for path in directory.iterdir() if path.name.startswith(("tokenizer", "vocab", "merges"))
+    )
     template = (directory / "chat_template.jinja").is_file() or any(
         '"chat_template"' in (directory / name).read_text(encoding="utf-8")
         for name in ("tokenizer_config.json", "chat_template.json")

@@ -32,14 +32,14 @@ def split(whole: Tensor, dim: int, block: int, sizes: Sequence[int]) -> list[Ten
 
 
 def fuse(name: str, fusion: Fusion, parts: Sequence[Linear]) -> Linear:
-    """One linear of `parts`, which share a scheme. A part without bias counts as zeros where another has one."""
+    """One linear of `parts`, which share a scheme. A missing bias is zeros where another part has one."""
     block = fusion.interleave
     if all(isinstance(part, DenseLinear) for part in parts):
         weights = [part.weight for part in parts if isinstance(part, DenseLinear)]
         return DenseLinear(join(weights, 0, block), _fuse_bias(parts, block))
     quant = [part for part in parts if isinstance(part, QuantLinear)]
     if len(quant) != len(parts) or len({(q.scheme, q.scales.dtype) for q in quant}) != 1:
-        raise CheckpointError(f"{name}: {', '.join(fusion.parts)} are quantized differently; they are one linear")
+        raise CheckpointError(f"{name}: {', '.join(fusion.parts)} are fused, but quantized differently")
     return QuantLinear(
         codes=join([q.codes for q in quant], 1, block),
         scales=join([q.scales for q in quant], 1, block),
@@ -54,6 +54,7 @@ def _fuse_bias(parts: Sequence[Linear], block: int) -> Tensor | None:
     if dtype is None:
         return None
     biases = [
-        torch.zeros(part.shape[1], dtype=dtype) if part.bias is None else part.bias.to(dtype) for part in parts
+        torch.zeros(part.shape[1], dtype=dtype) if part.bias is None else part.bias.to(dtype)
+        for part in parts
     ]
     return join(biases, 0, block)

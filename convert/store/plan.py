@@ -1,4 +1,4 @@
-"""What a store of a checkpoint will hold, decided and checked from headers alone, before anything is written."""
+"""What the store of a checkpoint will hold, decided from headers alone, before anything is written."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def _check_scheme(name: str, scheme: QuantScheme, k: int) -> None:
         )
     if scheme.group not in GROUPS and scheme.group < k:
         raise UnsupportedModelError(
-            f"{name}: group {scheme.group} has no store layout; supported: {', '.join(map(str, GROUPS))} and K ({k})"
+            f"{name}: group {scheme.group} has no store layout; supported: 32, 64, 128 and K ({k})"
         )
 
 

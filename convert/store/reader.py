@@ -113,7 +113,9 @@ class Store:
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer, with its chat template. Raises CheckpointError when the store has none."""
         if not self.manifest["tokenizer"]["files"]:
-            raise CheckpointError(f"{self.path}: this store has no tokenizer; put it beside the checkpoint, convert")
+            raise CheckpointError(
+                f"{self.path}: this store has no tokenizer; put it beside the checkpoint, convert"
+            )
         return load_tokenizer(self.path)
 
     def tensor(self, name: str) -> Tensor:

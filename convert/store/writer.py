@@ -57,7 +57,9 @@ def _split(steps: Sequence[Step], limit: int) -> list[list[Step]]:
 
 def _aligned(tensors: Sequence[Planned]) -> list[Planned]:
     """Sizes of whole cache lines first, so that those tensors start on one; then by element size."""
-    return sorted(tensors, key=lambda t: (t.nbytes % LINE != 0, -(t.nbytes & -t.nbytes) if t.nbytes % LINE else 0))
+    return sorted(
+        tensors, key=lambda t: (t.nbytes % LINE != 0, -(t.nbytes & -t.nbytes) if t.nbytes % LINE else 0)
+    )
 
 
 def _info(planned: Planned, file: str, entry: Entry) -> TensorInfo:

@@ -1,0 +1,26 @@
+"""Which weight format a checkpoint has. A new format is one class, and one entry here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from turbomill.convert.formats.awq import AwqFormat
+from turbomill.convert.formats.base import WeightFormat
+from turbomill.convert.formats.dense import DenseFormat
+from turbomill.convert.formats.gptq import GptqFormat
+from turbomill.errors import UnsupportedModelError
+
+FORMATS: tuple[type[WeightFormat], ...] = (DenseFormat, AwqFormat, GptqFormat)
+
+
+def find_format(config: dict[str, Any]) -> WeightFormat:
+    """The format config.json describes. Raises UnsupportedModelError for one that is not known."""
+    for candidate in FORMATS:
+        found = candidate.recognise(config)
+        if found is not None:
+            return found
+    method = config["quantization_config"].get("quant_method", "missing")
+    raise UnsupportedModelError(
+        f"config.json: quant_method {method} is not supported; supported: "
+        f"{', '.join(candidate.name for candidate in FORMATS)}"
+    )
