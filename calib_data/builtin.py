@@ -6,7 +6,8 @@ SPLITS = ("calibration", "evaluation")
 
 
 def topics(split: str) -> list[str]:
-    """Topics of `pydoc_data.topics` sorted by key: the even-numbered for calibration, the odd-numbered for evaluation.
+    """Topics of `pydoc_data.topics` sorted by key: the even-numbered for calibration, the odd-numbered for
+    evaluation.
 
     The text belongs to the running Python, so results compare only between equal minor versions of it.
     """

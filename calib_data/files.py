@@ -56,7 +56,9 @@ def document(row: Mapping[str, Any], where: str, tokenizer: Any) -> str:
 
 def _render(messages: list[Any], where: str, tokenizer: Any) -> str:
     if tokenizer is None or not getattr(tokenizer, "chat_template", None):
-        raise TurbomillError(f"{where}: chat messages need a chat template, and the tokenizer has none: use plain text")
+        raise TurbomillError(
+            f"{where}: chat messages need a chat template, and the tokenizer has none: use plain text"
+        )
     chat = []
     for message in messages:
         role = message.get("role") or message.get("from") if isinstance(message, Mapping) else None

@@ -81,7 +81,8 @@ def stream(name: str, split: str, tokenizer: Any) -> Iterator[str]:
     except Exception as error:  # datasets, httpx and the hub client each raise their own kinds
         detail = (str(error).strip().splitlines() or [""])[0][:120]
         raise TurbomillError(
-            f"--calib-dataset {name}: cannot read {source.repo} from the hub ({type(error).__name__}: {detail}); "
+            f"--calib-dataset {name}: cannot read {source.repo} from the hub "
+            f"({type(error).__name__}: {detail}); "
             "without a network use builtin, self, or a local .txt, .jsonl or .parquet file"
         ) from None
 
@@ -93,7 +94,8 @@ def _text(row: dict[str, Any], fields: tuple[str, ...], where: str, tokenizer: A
 
 
 def _check_reachable() -> None:
-    """The hub client retries a dead network for half a minute, line by line: find out in one look-up instead."""
+    """The hub client retries a dead network for half a minute, line by line: find out in one look-up
+    instead."""
     from huggingface_hub import constants
 
     proxied = any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"))

@@ -35,11 +35,13 @@ def check_name(name: str) -> None:
     )
 
 
-def load_texts(name: str, split: str = "calibration", tokenizer: Any = None, limit: int | None = None) -> list[str]:
+def load_texts(
+    name: str, split: str = "calibration", tokenizer: Any = None, limit: int | None = None
+) -> list[str]:
     """The documents of a text set, at most about `limit` characters of them.
 
-    `name` is `builtin`, a local file or folder, or a hub set; `split` "calibration" or "evaluation" never overlap
-    (a local path has one split: it is the whole of both). `self` is no text set: use `load_windows`.
+    `name` is `builtin`, a local file or folder, or a hub set; `split` "calibration" or "evaluation" never
+    overlap (a local path has one split: it is the whole of both). `self` is no text set: use `load_windows`.
     """
     if split not in SPLITS:
         raise UsageError(f"split {split}: expected one of {', '.join(SPLITS)}")
@@ -83,7 +85,8 @@ def load_windows(
     seed: int = 0,
     model: Callable[[], Any] | None = None,
 ) -> Windows:
-    """Windows of `seqlen` tokens from the set `name`, at most `samples` of them (fewer, logged, from a short text).
+    """Windows of `seqlen` tokens from the set `name`, at most `samples` of them (fewer, logged, from a short
+    text).
 
     `model` builds a transformers causal LM, and is called for `self` alone, which `seed` makes repeatable.
     """

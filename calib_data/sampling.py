@@ -15,10 +15,12 @@ logger = logging.getLogger("turbomill.calib_data")
 
 @torch.inference_mode()
 def sample_ids(model: Any, n: int, length: int, seed: int = 0, batch_size: int = 32) -> Tensor:
-    """Sample `n` sequences of `length` tokens at temperature 1 from a transformers causal LM, with its KV cache.
+    """Sample `n` sequences of `length` tokens at temperature 1 from a transformers causal LM, with its KV
+    cache.
 
     Each starts from one random ordinary token (so that sequences differ), after BOS where the model has one.
-    Sampling goes on past EOS: the next document is also text. The same seed gives the same ids. Returns int64 [n, length].
+    Sampling goes on past EOS: the next document is also text. The same seed gives the same ids. Returns int64
+    [n, length].
     """
     generator = torch.Generator().manual_seed(seed)
     vocab = model.config.get_text_config().vocab_size
@@ -38,7 +40,9 @@ def _sample_batch(model: Any, prefix: Tensor, length: int, generator: torch.Gene
     cache, step = DynamicCache(config=model.config), ids
     with console.progress("self-sampled text", max(length - ids.shape[1], 0)) as task:
         while ids.shape[1] < length:
-            logits = model(input_ids=step, past_key_values=cache, use_cache=True).logits[:, -1].float()  # [B, V]
+            logits = (
+                model(input_ids=step, past_key_values=cache, use_cache=True).logits[:, -1].float()
+            )  # [B, V]
             step = torch.multinomial(logits.softmax(-1), 1, generator=generator)
             ids = torch.cat([ids, step], dim=1)
             task.advance()

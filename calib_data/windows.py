@@ -59,16 +59,17 @@ def fingerprint(ids: Tensor) -> str:
 
 
 def windows(ids: Tensor, n: int, length: int, source: str = "text") -> Tensor:
-    """Cut `n` windows of `length` tokens at equal steps: window i is ids[i * step : i * step + length], step = len // n.
+    """Cut `n` windows of `length` tokens at equal steps: window i is ids[i * step : i * step + length], step
+    = len // n.
 
-    A short text gives fewer windows, none overlapping, and a text shorter than one window gives one short window;
-    both are logged. Under MIN_TOKENS tokens it is a TurbomillError. Returns int64 [n', T].
+    A short text gives fewer windows, none overlapping, and a text shorter than one window gives one short
+    window; both are logged. Under MIN_TOKENS tokens it is a TurbomillError. Returns int64 [n', T].
     """
     total = ids.numel()
     if total < MIN_TOKENS:
         raise TurbomillError(
-            f"{source}: {total} tokens of text, expected at least {MIN_TOKENS} (one window of {length} is best): "
-            "give more text"
+            f"{source}: {total} tokens of text, expected at least {MIN_TOKENS} "
+            f"(one window of {length} is best): give more text"
         )
     if total < length:
         logger.warning("%s: only %d tokens, one window of that length instead of %d", source, total, length)
@@ -76,7 +77,12 @@ def windows(ids: Tensor, n: int, length: int, source: str = "text") -> Tensor:
     if total < n * length:
         fewer = total // length
         logger.warning(
-            "%s: %d tokens make %d windows of %d tokens, not the %d asked for", source, total, fewer, length, n
+            "%s: %d tokens make %d windows of %d tokens, not the %d asked for",
+            source,
+            total,
+            fewer,
+            length,
+            n,
         )
         n = fewer
     step = total // n

@@ -16,15 +16,19 @@ def spec_of(bits=4, group=32, symmetric=False, min_zero=0):
 def problem(n, k, seed=0, tokens=None):
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(n, k, generator=generator, dtype=torch.float64)
-    mix = torch.randn(k, k, generator=generator, dtype=torch.float64) * torch.rand(k, generator=generator) ** 2
+    mix = (
+        torch.randn(k, k, generator=generator, dtype=torch.float64) * torch.rand(k, generator=generator) ** 2
+    )
     x = torch.randn(tokens or 4 * k, k, generator=generator, dtype=torch.float64) @ mix
     return weight, x.T @ x
 
 
 def obq(weight, hessian, grid, damping):
-    """Each column in order: round it, spread its error over all columns left, eliminate it from the inverse."""
+    """Each column in order: round it, spread its error over the others, eliminate it from the inverse."""
     k = weight.shape[1]
-    inverse = torch.linalg.inv(hessian + torch.eye(k, dtype=torch.float64) * damping * hessian.diagonal().mean())
+    inverse = torch.linalg.inv(
+        hessian + torch.eye(k, dtype=torch.float64) * damping * hessian.diagonal().mean()
+    )
     rest, codes, left = weight.clone(), torch.zeros_like(weight), list(range(k))
     group = grid.spec.scheme.group
     for j in sorted(range(k), key=lambda c: -float(hessian[c, c])):

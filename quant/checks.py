@@ -1,0 +1,113 @@
+"""Everything that can be known to fail is found here, before any calibration."""
+
+from __future__ import annotations
+
+from math import gcd
+from pathlib import Path
+
+import torch
+
+from turbomill import console
+from turbomill.calib_data import check_name
+from turbomill.convert.checkpoint import Checkpoint
+from turbomill.errors import CheckpointError, UsageError
+from turbomill.quant.options import Method, QuantOptions
+
+MARKER = "turbomill.json"
+GROUPS = (128, 64, 32)
+GPTQ_BITS = (2, 3, 4, 8)
+
+
+def check_run(checkpoint: Checkpoint, work_dir: Path, method: Method, options: QuantOptions) -> None:
+    """Raise for options this model or format cannot take, an unknown data set, or a work dir that is not
+    ours."""
+    check_dense(checkpoint)
+    if method == "awq" and options.bits != 4:
+        raise UsageError(
+            f"--w-bits {options.bits}: AWQ checkpoints hold 4 bits; use rtn or auto_gptq for others"
+        )
+    if options.bits not in GPTQ_BITS:
+        raise UsageError(
+            f"--w-bits {options.bits}: GPTQ checkpoints hold {', '.join(map(str, GPTQ_BITS))} bits"
+        )
+    check_shapes(checkpoint, options)
+    if method != "rtn":
+        check_name(options.calib_dataset)
+    check_work_dir(work_dir, options.overwrite)
+
+
+def check_dense(checkpoint: Checkpoint) -> None:
+    """Raise CheckpointError for a model that is already quantized or lacks a tensor that calibration runs
+    on."""
+    if checkpoint.scheme is not None:
+        raise CheckpointError(
+            f"{checkpoint.path}: already quantized ({checkpoint.format.name} {checkpoint.scheme}); "
+            "give the full-precision model"
+        )
+    arch, config = checkpoint.arch, checkpoint.config
+    shapes, biases = arch.linear_shapes(config), arch.linear_biases(config)
+    wanted: dict[str, tuple[int, ...] | None] = {arch.embedding: None}
+    for index in range(arch.num_layers(config)):
+        prefix = arch.layer(index)
+        wanted |= {f"{prefix}{norm}.weight": None for norm in arch.norms}
+        for name, (k, n) in shapes.items():
+            wanted[f"{prefix}{name}.weight"] = (n, k)
+            if biases[name]:
+                wanted[f"{prefix}{name}.bias"] = (n,)
+    wrong = [f"{name} missing" for name in wanted if not checkpoint.has(name)]
+    wrong += [
+        f"{name} is {list(checkpoint.shape(name))}, expected {list(shape)}"
+        for name, shape in wanted.items()
+        if shape and checkpoint.has(name) and checkpoint.shape(name) != shape
+    ]
+    if wrong:
+        more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+        raise CheckpointError(f"{checkpoint.path}: {'; '.join(wrong[:5])}{more}")
+
+
+def check_shapes(checkpoint: Checkpoint, options: QuantOptions) -> None:
+    """Raise UsageError listing every linear whose K the group does not divide, or whose N does not fill
+    words."""
+    shapes = checkpoint.arch.linear_shapes(checkpoint.config)
+    ragged = [f"{name} K={k}" for name, (k, _n) in shapes.items() if k % options.group]
+    if ragged:
+        works = [str(g) for g in GROUPS if all(k % g == 0 for k, _n in shapes.values())]
+        raise UsageError(
+            f"--w-group-size {options.group}: does not divide {', '.join(ragged)}; "
+            f"for this model {'use ' + ' or '.join(works) if works else 'no group of 128, 64 or 32 works'}"
+        )
+    # Both formats pack codes and zeros into whole 32-bit words along N; GPTQ packs codes along K too.
+    multiple = 32 // gcd(32, options.bits)
+    uneven = [f"{name} N={n}" for name, (_k, n) in shapes.items() if n % multiple]
+    uneven += [f"{name} K={k}" for name, (k, _n) in shapes.items() if k % multiple]
+    if uneven:
+        raise UsageError(
+            f"--w-bits {options.bits}: needs sizes that are multiples of {multiple}, but {', '.join(uneven)}"
+        )
+
+
+def check_work_dir(work_dir: Path, overwrite: bool) -> None:
+    """Raise UsageError when --work-dir holds something this program did not write."""
+    if work_dir.exists() and not work_dir.is_dir():
+        raise UsageError(f"--work-dir {work_dir}: is a file, expected a directory to write")
+    ours = (work_dir / MARKER).is_file()
+    if work_dir.is_dir() and any(work_dir.iterdir()) and not ours and not overwrite:
+        raise UsageError(
+            f"--work-dir {work_dir}: not empty and not an earlier result; choose another or pass --overwrite"
+        )
+
+
+def check_finite(checkpoint: Checkpoint) -> None:
+    """Read every weight once; raise CheckpointError naming the first with NaN or inf."""
+    names = checkpoint.names()
+    with console.progress("checking weights", len(names)) as task:
+        for name in names:
+            tensor = checkpoint.tensor(name)
+            # A sum in fp64 is finite exactly when all of it is: no mask to allocate.
+            if tensor.is_floating_point() and not bool(torch.isfinite(tensor.sum(dtype=torch.float64))):
+                bad = int((~torch.isfinite(tensor)).sum())
+                raise CheckpointError(
+                    f"{checkpoint.path}: {name} holds {bad} NaN or inf values; "
+                    "the file is damaged or the model diverged"
+                )
+            task.advance()

@@ -1,0 +1,166 @@
+"""`turbomill lite`: calibrate and quantize."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import rich_click as click
+
+if TYPE_CHECKING:
+    from turbomill.quant.options import Method, QuantResult
+
+
+def normalize(token: str) -> str:
+    """Dashes and underscores mean the same."""
+    return token.replace("_", "-")
+
+
+class DashGroup(click.RichGroup):
+    """A group that finds `auto_awq` as `auto-awq` too."""
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Look a command up whatever its dashes."""
+        return {normalize(name): command for name, command in self.commands.items()}.get(normalize(cmd_name))
+
+
+SETTINGS = {"help_option_names": ["-h", "--help"], "token_normalize_func": normalize}
+
+
+@click.group(cls=DashGroup, context_settings=SETTINGS)
+def lite() -> None:
+    """Calibrate and quantize a model, one decoder layer at a time.
+
+    MODEL is a local directory, a GGUF file, a hub name, or `demo`. Embeddings, norms and head stay as they
+    are.
+    """
+
+
+def _options(*decorators: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def apply(function: Any) -> Any:
+        for decorator in reversed(decorators):
+            function = decorator(function)
+        return function
+
+    return apply
+
+
+OUTPUT = _options(
+    click.argument("model"),
+    click.option(
+        "--work-dir",
+        required=True,
+        type=click.Path(path_type=Path),
+        help="Directory to write; it appears when it is complete.",
+    ),
+    click.option("--overwrite", is_flag=True, help="Replace a --work-dir that holds something else."),
+    click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout."),
+)
+CALIBRATION = _options(
+    click.option(
+        "--calib-dataset",
+        default="builtin",
+        show_default=True,
+        help="builtin, self (sampled from the model), a .txt, .jsonl or .parquet file or folder, or "
+        "wikitext2, c4, ptb, pileval, gsm8k, neuralmagic_calibration, open-platypus, openwebtext from the hub.",
+    ),
+    click.option("--calib-samples", default=128, show_default=True, help="Windows of text."),
+    click.option("--calib-seqlen", default=2048, show_default=True, help="Tokens per window."),
+    click.option(
+        "--batch-size", default=0, show_default=True, help="Windows run together; 0: about 4,096 tokens."
+    ),
+    click.option("--seed", default=0, show_default=True, help="For --calib-dataset self."),
+)
+SCHEME = _options(
+    click.option("--w-bits", default=4, show_default=True, help="Bits per weight."),
+    click.option("--w-group-size", default=128, show_default=True, help="Input channels that share a scale."),
+    click.option("--w-sym", "--sym", is_flag=True, help="Symmetric grids, without zeros."),
+    click.option(
+        "--max-shard-size", default=5.0, show_default=True, help="Largest weight file, in GB of 10^9 bytes."
+    ),
+)
+
+
+@lite.command()
+@OUTPUT
+@CALIBRATION
+def calibrate(model: str, work_dir: Path, as_json: bool, **given: Any) -> None:
+    """Write input statistics of every linear, and K/V ranges per head channel."""
+    from turbomill import console
+    from turbomill.quant.calibrate import calibrate as run
+    from turbomill.quant.options import QuantOptions
+
+    console.setup_logging()
+    result = run(model, work_dir, QuantOptions(**given))
+    if as_json:
+        console.emit_json(result.summary())
+    else:
+        console.stdout.print(
+            f"{len(result.linears)} linears, {result.calibration['windows']} windows of "
+            f"{result.calibration['length']} tokens, {result.seconds:.1f} s: {work_dir}"
+        )
+
+
+@lite.command()
+@OUTPUT
+@SCHEME
+def rtn(model: str, work_dir: Path, as_json: bool, **given: Any) -> None:
+    """Round to nearest; writes a GPTQ checkpoint. Needs no calibration."""
+    _quantize(model, work_dir, "rtn", as_json, given)
+
+
+@lite.command("auto_awq")
+@OUTPUT
+@CALIBRATION
+@SCHEME
+@click.option(
+    "--search-scale/--no-search-scale",
+    default=True,
+    show_default=True,
+    help="Search how far to scale salient channels (Lin et al. 2023), or take the ratio 0.5.",
+)
+def auto_awq(model: str, work_dir: Path, as_json: bool, **given: Any) -> None:
+    """Activation-aware scaling and clipping; writes an AWQ "gemm" checkpoint."""
+    _quantize(model, work_dir, "awq", as_json, given)
+
+
+@lite.command("auto_gptq")
+@OUTPUT
+@CALIBRATION
+@SCHEME
+@click.option(
+    "--damping", default=0.01, show_default=True, help="Share of the Hessian's mean diagonal added to it."
+)
+def auto_gptq(model: str, work_dir: Path, as_json: bool, **given: Any) -> None:
+    """Second-order rounding (Frantar et al. 2022); writes a GPTQ checkpoint."""
+    _quantize(model, work_dir, "gptq", as_json, given)
+
+
+def _quantize(model: str, work_dir: Path, method: Method, as_json: bool, given: dict[str, Any]) -> None:
+    from turbomill import console
+    from turbomill.quant.options import QuantOptions
+    from turbomill.quant.run import quantize
+
+    console.setup_logging()
+    given = dict(given)
+    options = QuantOptions(
+        bits=given.pop("w_bits"),
+        group=given.pop("w_group_size"),
+        symmetric=given.pop("w_sym"),
+        max_shard_bytes=int(given.pop("max_shard_size") * 1e9),
+        **given,
+    )
+    result = quantize(model, work_dir, method, options)
+    if as_json:
+        console.emit_json(result.summary())
+    else:
+        console.stdout.print(_line(result), soft_wrap=True)
+
+
+def _line(result: QuantResult) -> str:
+    kept = f", {result.fallbacks} linears kept rounding to nearest" if result.fallbacks else ""
+    return (
+        f"{result.method} {result.scheme}: {len(result.rows)} linears, {result.disk_bytes / 1e6:.1f} MB, "
+        f"{result.seconds:.1f} s, peak {result.peak_bytes / 1e6:.0f} MB{kept}: {result.work_dir}"
+    )

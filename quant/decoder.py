@@ -1,0 +1,130 @@
+"""A model on disk, run one decoder layer at a time in fp32 with transformers' modelling code.
+
+Only the layer in work is in memory; what flows between layers is the list of hidden states.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from turbomill.convert.checkpoint import Checkpoint
+
+
+class _Reached(Exception):  # noqa: N818  (control flow, not an error)
+    """The module of interest has its input: the rest of the forward pass is not needed."""
+
+
+class _Recorder(nn.Module):
+    """Stands in for a decoder layer: keeps what the model passes to it, and hands the hidden states on."""
+
+    def __init__(self, seen: list[tuple[Tensor, dict[str, Any]]]) -> None:
+        super().__init__()
+        self._seen = seen
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        self._seen.append((hidden_states, kwargs))
+        return hidden_states
+
+
+class StreamedDecoder:
+    """The decoder layers of a checkpoint, loaded on request as fp32 modules."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        from accelerate import init_empty_weights
+        from transformers import AutoModelForCausalLM
+
+        self._checkpoint = checkpoint
+        self.arch = checkpoint.arch
+        self.num_layers = self.arch.num_layers(checkpoint.config)
+        # Parameters stay empty; buffers such as RoPE's frequencies are computed, they are not in the
+        # checkpoint.
+        with init_empty_weights(include_buffers=False):
+            self._skeleton = AutoModelForCausalLM.from_config(
+                checkpoint.hf_config(), dtype=torch.float32, attn_implementation="sdpa"
+            ).eval()
+        # Per batch shape and layer: what the model passes beside the hidden states (mask, positions, RoPE).
+        self._kwargs: dict[tuple[int, int], list[dict[str, Any]]] = {}
+
+    @torch.no_grad()
+    def embed(self, batches: Iterable[Tensor]) -> list[Tensor]:
+        """What the first layer reads for each batch of ids int64 [B, T]: fp32 [B, T, H]."""
+        base = self._skeleton.get_decoder()
+        kept = (base.layers, base.norm)
+        seen: list[tuple[Tensor, dict[str, Any]]] = []
+        base.layers = nn.ModuleList(_Recorder(seen) for _ in range(self.num_layers))
+        base.norm = nn.Identity()
+        embedding = self._skeleton.get_input_embeddings()
+        empty = embedding.weight
+        embedding.weight = nn.Parameter(
+            self._checkpoint.tensor(self.arch.embedding).float(), requires_grad=False
+        )
+        hidden = []
+        try:
+            for ids in batches:
+                seen.clear()
+                base(input_ids=ids, use_cache=False)
+                hidden.append(seen[0][0])
+                self._kwargs.setdefault((ids.shape[0], ids.shape[1]), [kwargs for _, kwargs in seen])
+        finally:
+            base.layers, base.norm = kept
+            embedding.weight = empty
+        return hidden
+
+    def load(self, index: int) -> nn.Module:
+        """Layer `index` with its weights in fp32."""
+        layer = copy.deepcopy(self._skeleton.get_decoder().layers[index])
+        prefix = self.arch.layer(index)
+        weights = {name: self._checkpoint.tensor(prefix + name).float() for name in layer.state_dict()}
+        # `clone`: an fp32 checkpoint is mapped from its file, and layers are changed in place.
+        weights = {name: tensor.clone() for name, tensor in weights.items()}
+        layer.load_state_dict(weights, assign=True)
+        return layer.requires_grad_(False).eval()
+
+    @torch.no_grad()
+    def run(self, layer: nn.Module, index: int, hidden: Tensor) -> Tensor:
+        """Layer `index`'s output for fp32 [B, T, H]."""
+        kwargs = self._kwargs[(hidden.shape[0], hidden.shape[1])][index]
+        output = layer(hidden, **kwargs)
+        return output[0] if isinstance(output, tuple) else output
+
+    def run_to(
+        self, layer: nn.Module, index: int, hidden: Iterable[Tensor], name: str, use: Callable[[Tensor], None]
+    ) -> None:
+        """Run each of `hidden` only as far as the layer's module `name`, giving its input [B, T, K] to
+        `use`."""
+
+        def reached(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            use(args[0])
+            raise _Reached
+
+        handle = layer.get_submodule(name).register_forward_pre_hook(reached)
+        try:
+            for batch in hidden:
+                try:
+                    self.run(layer, index, batch)
+                except _Reached:
+                    continue
+        finally:
+            handle.remove()
+
+
+@contextmanager
+def watching(layer: nn.Module, hooks: dict[str, Callable[[Tensor, Tensor], None]]) -> Iterator[None]:
+    """While open, each named module of `layer` reports its (input, output)."""
+    handles = [
+        layer.get_submodule(name).register_forward_hook(
+            lambda _module, args, output, hook=hook: hook(args[0], output)
+        )
+        for name, hook in hooks.items()
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

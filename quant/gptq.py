@@ -1,0 +1,74 @@
+"""GPTQ (Frantar et al., arXiv 2210.17323): round column by column, moving each error onto the columns still
+to come."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import Tensor
+
+from turbomill.quant.grid import Grid, GridSpec, Quantized, searched_grid
+
+logger = logging.getLogger("turbomill.quant")
+
+BLOCK = 128  # columns updated at once ("lazy batch updates", section 3.3 of the paper)
+
+
+def gptq(weight: Tensor, hessian: Tensor, spec: GridSpec, damping: float = 0.01) -> Quantized:
+    """Quantize weight [N, K] for inputs with Gram matrix hessian = X^T X [K, K].
+
+    Grids are fixed beforehand, per group of the original order, with ranges searched under the error weighted
+    by diag(H); columns then go in order of falling diag(H). So important columns go first and no reader needs
+    g_idx.
+    """
+    return round_columns(weight, hessian, searched_grid(weight, hessian.diagonal(), spec), damping)
+
+
+def round_columns(weight: Tensor, hessian: Tensor, grid: Grid, damping: float = 0.01) -> Quantized:
+    """The GPTQ loop on fixed grids: codes [N, K] that minimise tr((W - Q) H (W - Q)^T) greedily."""
+    k = weight.shape[1]
+    order = hessian.diagonal().argsort(descending=True, stable=True)
+    factor = inverse_factor(hessian[order][:, order], damping)  # [K, K], upper
+    # Columns become contiguous rows.
+    rest = weight[:, order].T.contiguous()  # [K, N]
+    group = order // grid.spec.scheme.group
+    scales = grid.scales.to(weight.dtype).T[group].contiguous()  # [K, N]
+    zeros = grid.zeros.to(weight.dtype).T[group].contiguous()  # [K, N]
+    codes = torch.empty_like(rest)
+    for start in range(0, k, BLOCK):
+        stop = min(start + BLOCK, k)
+        block, inverse = rest[start:stop], factor[start:stop, start:stop]
+        errors = torch.empty_like(block)
+        diagonal = inverse.diagonal().tolist()
+        for i in range(stop - start):
+            at = start + i
+            code = torch.div(block[i], scales[at]).round_().add_(zeros[at]).clamp_(0, grid.spec.top)
+            error = (block[i] - (code - zeros[at]) * scales[at]).div_(diagonal[i])
+            block[i + 1 :].addr_(inverse[i, i + 1 :], error, alpha=-1)
+            codes[at], errors[i] = code, error
+        rest[stop:].addmm_(factor[start:stop, stop:].T, errors, alpha=-1)
+    restored = torch.empty_like(codes)
+    restored[order] = codes
+    return Quantized(restored.T.contiguous(), grid)
+
+
+def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
+    """The upper Cholesky factor U of the damped inverse, H^-1 = U^T U: row i is what OBQ's loop would use at
+    step i.
+
+    Damping is a share of the mean diagonal, raised tenfold while the matrix is not positive definite.
+    """
+    mean = hessian.diagonal().mean()
+    if not mean > 0:  # inputs all zero: any rounding is as good
+        return torch.eye(hessian.shape[0], dtype=hessian.dtype)
+    for _ in range(5):
+        damped = hessian + torch.eye(hessian.shape[0], dtype=hessian.dtype) * (damping * mean)
+        lower, failed = torch.linalg.cholesky_ex(damped)
+        if not failed:
+            upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+            if not failed and bool(torch.isfinite(upper).all()):
+                return upper
+        logger.debug("GPTQ: damping %g is too little for a %d x %d Hessian", damping, *hessian.shape)
+        damping = max(damping * 10, 1e-4)
+    return torch.diag(hessian.diagonal().add(mean).rsqrt())

@@ -1,0 +1,377 @@
+"""Whole runs on tiny models: what is written decodes, by the formats' own formulas, to what was meant."""
+
+import csv
+import json
+import logging
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import make_model
+
+from turbomill.convert.checkpoint import open_checkpoint
+from turbomill.convert.reference import load_dense_model
+from turbomill.errors import CheckpointError, TurbomillError, UsageError
+from turbomill.quant import QuantOptions, quantize
+
+LINEARS = [f"self_attn.{n}_proj" for n in "qkvo"] + [f"mlp.{n}_proj" for n in ("gate", "up", "down")]
+NIBBLE = [0, 4, 1, 5, 2, 6, 3, 7]
+
+
+def options_of(text_file, **changes):
+    fields = {"group": 32, "calib_dataset": str(text_file), "calib_samples": 8, "calib_seqlen": 64}
+    return QuantOptions(**{**fields, **changes})
+
+
+def decode_awq(tensors, name, group):
+    """formats.md, "AWQ gemm", one value at a time over columns: w [N, K]."""
+
+    def read(words):
+        shifts = [4 * NIBBLE[j % 8] for j in range(words.shape[1] * 8)]
+        return torch.stack([(words[:, j // 8] >> shifts[j]) & 15 for j in range(len(shifts))], dim=1)
+
+    q, z = read(tensors[f"{name}.qweight"]), read(tensors[f"{name}.qzeros"])
+    s = tensors[f"{name}.scales"].float()
+    rows = torch.arange(q.shape[0]) // group
+    return ((q - z[rows]).float() * s[rows]).T
+
+
+def decode_gptq_v1(tensors, name, bits):
+    """formats.md, "GPTQ" v1: fields of `bits` along K (codes) and N (zeros, stored minus one): w [N, K]."""
+
+    def read(words, count):  # along dim 0
+        stream = [[(int(w) & 0xFFFFFFFF) for w in column] for column in words.T.tolist()]
+        out = torch.zeros(count, words.shape[1], dtype=torch.int64)
+        for c, column in enumerate(stream):
+            number = sum(word << (32 * i) for i, word in enumerate(column))
+            out[:, c] = torch.tensor([(number >> (bits * i)) & (2**bits - 1) for i in range(count)])
+        return out
+
+    s, g_idx = tensors[f"{name}.scales"].float(), tensors[f"{name}.g_idx"].long()
+    q = read(tensors[f"{name}.qweight"], len(g_idx))
+    z = read(tensors[f"{name}.qzeros"].T, s.shape[1]).T + 1  # unmasked, as many readers do
+    return ((q - z[g_idx]).float() * s[g_idx]).T
+
+
+def meant(monkeypatch):
+    """Collect the weights each run computes with, as it writes them."""
+    import turbomill.quant.run as run
+
+    kept, write = {}, run._write
+
+    def spy(work, checkpoint, writer, form, prefix, names):
+        kept.update({prefix + k: v.clone() for k, v in work.module.state_dict().items()})
+        write(work, checkpoint, writer, form, prefix, names)
+
+    monkeypatch.setattr(run, "_write", spy)
+    return kept
+
+
+@pytest.mark.parametrize(
+    ("method", "changes", "model"),
+    [
+        ("rtn", {}, {}),
+        ("rtn", {"symmetric": True}, {"tie_word_embeddings": False}),
+        ("rtn", {"bits": 3}, {}),
+        ("rtn", {"bits": 8}, {"dtype": torch.bfloat16}),
+        ("gptq", {}, {"attention_bias": True}),
+        ("gptq", {"symmetric": True, "bits": 3, "group": 64}, {"dtype": torch.bfloat16}),
+        ("awq", {}, {"attention_bias": True, "mlp_bias": True}),
+        ("awq", {"symmetric": True}, {"dtype": torch.bfloat16, "tie_word_embeddings": False}),
+        ("awq", {"search_scale": False, "group": 64}, {"num_key_value_heads": 4}),
+    ],
+)
+def test_checkpoint_decodes_to_what_was_meant(tmp_path, text_file, monkeypatch, method, changes, model):
+    path = make_model(tmp_path / "m", **model)
+    options = options_of(text_file, **changes)
+    kept = meant(monkeypatch)
+    result = quantize(path, tmp_path / "out", method, options)
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    before = load_file(path / "model.safetensors")
+    dtype = model.get("dtype", torch.float16)
+    for layer in range(2):
+        for linear in LINEARS:
+            name = f"model.layers.{layer}.{linear}"
+            assert f"{name}.weight" not in tensors
+            assert tensors[f"{name}.scales"].dtype == dtype
+            if method == "awq":
+                decoded = decode_awq(tensors, name, options.group)
+            else:
+                decoded = decode_gptq_v1(tensors, name, options.bits)
+            assert torch.equal(decoded, kept[f"{name}.weight"]), name
+            if f"{name}.bias" in before:
+                assert torch.equal(tensors[f"{name}.bias"].float(), kept[f"{name}.bias"])
+    for name in ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"):
+        assert (name in tensors) == (name in before)
+        if name in before:
+            assert torch.equal(tensors[name], before[name])
+    assert len(result.rows) == 14 and result.seconds > 0 and result.peak_bytes > 10**7
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq"])
+def test_output_is_a_whole_checkpoint(tiny, text_file, tmp_path, method):
+    out = tmp_path / "out"
+    result = quantize(tiny, out, method, options_of(text_file))
+    config = json.loads((out / "config.json").read_text())
+    assert config["quantization_config"]["quant_method"] == method
+    assert config["quantization_config"] == json.loads((out / "quantize_config.json").read_text())
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (out / name).read_bytes() == (tiny / name).read_bytes()
+    assert (out / "chat_template.jinja").is_file()
+    made = json.loads((out / "turbomill.json").read_text())
+    assert made["options"]["group"] == 32 and made["calibration"]["sha256"] == result.calibration["sha256"]
+    assert made["source_fingerprint"] == open_checkpoint(tiny).fingerprint
+    with (out / "quant_log.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["linear"] for row in rows[:4]] == LINEARS[:4]
+    assert all(float(row["loss"]) <= float(row["rtn_loss"]) for row in rows if row["fallback"] == "False")
+    assert open_checkpoint(out).scheme == options_of(text_file).scheme
+    assert result.disk_bytes == (out / "model.safetensors").stat().st_size
+    assert [p.name for p in tmp_path.iterdir() if "partial" in p.name] == []
+
+
+def kl(reference, path, ids):
+    with torch.no_grad():
+        p = reference(ids).logits.log_softmax(-1)
+        q = load_dense_model(open_checkpoint(path))(ids).logits.log_softmax(-1)
+    return float((p.exp() * (p - q)).sum(-1).mean())
+
+
+def test_calibrated_methods_beat_rounding_on_calibration_like_text(tmp_path, text_file):
+    path = make_model(tmp_path / "m", hidden=128, inter=256)
+    reference = load_dense_model(open_checkpoint(path))
+    ids = torch.tensor(open_checkpoint(path).tokenizer()(text_file.read_text())["input_ids"])[:2000].reshape(
+        8, -1
+    )
+    found = {}
+    for method in ("rtn", "awq", "gptq"):
+        quantize(path, tmp_path / method, method, options_of(text_file, calib_samples=32))
+        found[method] = kl(reference, tmp_path / method, ids)
+    assert found["awq"] < 0.9 * found["rtn"] and found["gptq"] < 0.7 * found["rtn"], found
+
+
+@pytest.mark.parametrize("heads", [{"num_key_value_heads": 2}, {"num_key_value_heads": 4}])
+def test_smoothing_changes_nothing_in_full_precision(tmp_path, text_file, heads, monkeypatch):
+    """With a quantizer that does not round, AWQ's scales and folds leave the logits as they were."""
+    import turbomill.quant.layer as layer
+    from turbomill.quant import awq
+    from turbomill.quant.grid import Grid, Quantized
+
+    class Exact(Quantized):
+        """The weight itself as codes, on a grid of one step per output channel."""
+
+        def weight(self):
+            return self.codes * self.grid.scales[:, :1]
+
+    def exact(codes, grid):
+        return Exact(codes, grid)
+
+    path = make_model(tmp_path / "m", torch.float32, attention_bias=True, **heads)
+    checkpoint = open_checkpoint(path)
+    model = load_dense_model(checkpoint)
+    ids = torch.randint(0, 256, (2, 50))
+    with torch.no_grad():
+        before = model(ids).logits
+    # Scales that certainly move: the search's answer replaced by a random one for every group.
+    torch.manual_seed(0)
+    monkeypatch.setattr(
+        awq, "search_scale", lambda w, st, sp, share, se: torch.rand(int(share.max()) + 1) * 3 + 0.3
+    )
+    monkeypatch.setattr(layer, "_rtn", lambda w, spec: exact(torch.full_like(w, 1e3), ones(w, spec)))
+    monkeypatch.setattr(awq, "clip", lambda w, st, s, spec: ones(w, spec))
+    monkeypatch.setattr(layer, "minmax_grid", lambda w, spec: ones(w, spec))
+    monkeypatch.setattr(layer, "Quantized", Exact)
+    monkeypatch.setattr("turbomill.quant.smooth.Quantized", Exact)
+    monkeypatch.setattr(Grid, "codes", lambda self, w: w.clone())
+
+    def ones(w, spec):
+        groups = w.shape[1] // spec.scheme.group
+        return Grid(torch.ones(w.shape[0], groups), torch.zeros(w.shape[0], groups), spec)
+
+    from turbomill.quant.decoder import StreamedDecoder
+    from turbomill.quant.grid import GridSpec
+    from turbomill.quant.run import _calibrated
+
+    decoder = StreamedDecoder(checkpoint)
+    hidden = decoder.embed([ids])
+    options = options_of(text_file)
+    plan = layer.stages(
+        [f.parts for f in checkpoint.arch.fusions], checkpoint.arch.scale_groups(checkpoint.config)
+    )
+    assert all(stage.group is not None for stage in plan)
+    moved = 0
+    for index in range(2):
+        spec = GridSpec(options.scheme, torch.float32)  # folded scales are not rounded
+        work = layer.LayerWork(index, decoder.load(index), spec, 16, lambda _name: torch.float32)
+        original = {k: v.clone() for k, v in work.module.state_dict().items()}
+        _calibrated(work, decoder, plan, hidden, "awq", options)
+        assert not any(row.fallback for row in work.rows)
+        moved += sum(not torch.equal(v, original[k]) for k, v in work.module.state_dict().items())
+        model.model.layers[index].load_state_dict(work.module.state_dict())
+    assert moved >= 2 * 9  # both norms and all seven linears of each layer
+    with torch.no_grad():
+        after = model(ids).logits
+    torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq"])
+def test_the_same_run_twice_is_bit_identical(tiny, text_file, tmp_path, method):
+    options = options_of(text_file, batch_size=3)
+    for name in ("a", "b"):
+        quantize(tiny, tmp_path / name, method, options)
+    a, b = ((tmp_path / n / "model.safetensors").read_bytes() for n in "ab")
+    assert a == b
+
+
+def test_self_calibration_depends_on_the_seed_alone(tiny, tmp_path):
+    shas = []
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        options = QuantOptions(group=32, calib_dataset="self", calib_samples=4, calib_seqlen=24, seed=seed)
+        shas.append(quantize(tiny, tmp_path / name, "gptq", options).calibration["sha256"])
+    assert shas[0] == shas[1] != shas[2]
+
+
+def test_shards(tiny, text_file, tmp_path):
+    quantize(tiny, tmp_path / "out", "awq", options_of(text_file, max_shard_bytes=30_000))
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 1
+    assert len(load_dense_model(open_checkpoint(tmp_path / "out")).state_dict()) > 20
+
+
+def edit(path, change):
+    tensors = load_file(path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("method", ["rtn", "awq", "gptq"])
+def test_all_zero_group_and_layer(tiny, text_file, tmp_path, method):
+    def zero(tensors):
+        tensors["model.layers.0.mlp.up_proj.weight"][:, :32] = 0
+        for name in tensors:
+            if name.startswith("model.layers.1."):
+                tensors[name].zero_()
+
+    edit(tiny, zero)
+    quantize(tiny, tmp_path / "out", method, options_of(text_file))
+    state = load_dense_model(open_checkpoint(tmp_path / "out")).state_dict()
+    assert all(bool(torch.isfinite(t).all()) for t in state.values())
+    assert float(state["model.layers.1.mlp.down_proj.weight"].abs().max()) == 0
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_nan_and_inf_are_refused_before_calibration(tiny, text_file, tmp_path, bad, monkeypatch):
+    monkeypatch.setattr("turbomill.quant.run.load_windows", lambda *a, **k: pytest.fail("calibration began"))
+    name = "model.layers.1.self_attn.k_proj.weight"
+    edit(tiny, lambda tensors: tensors[name].__setitem__((3, 5), bad))
+    with pytest.raises(CheckpointError, match=f"{name} holds 1 NaN or inf"):
+        quantize(tiny, tmp_path / "out", "gptq", options_of(text_file))
+    assert not (tmp_path / "out").exists()
+
+
+def test_group_that_does_not_divide_lists_all_and_what_works(tmp_path, text_file):
+    path = make_model(tmp_path / "m", hidden=96, inter=192)
+    with pytest.raises(UsageError) as caught:
+        quantize(path, tmp_path / "out", "awq", options_of(text_file, group=128))
+    message = str(caught.value)
+    assert all(f"{name} K=" in message for name in LINEARS) and message.endswith("use 32")
+    assert "\n" not in message
+
+
+def test_sizes_that_do_not_pack(tmp_path, text_file):
+    path = make_model(
+        tmp_path / "m", inter=160, hidden=64, num_attention_heads=2, num_key_value_heads=1, head_dim=36
+    )
+    with pytest.raises(UsageError, match=r"q_proj N=72|k_proj N=36"):
+        quantize(path, tmp_path / "out", "awq", options_of(text_file, group=8))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("model.layers.1.mlp.up_proj.weight"), "layers.1.mlp.up_proj.weight missing"),
+        (
+            lambda t: t.update({"model.layers.0.mlp.up_proj.weight": torch.zeros(64, 64).half()}),
+            r"up_proj.weight is \[64, 64\], expected \[128, 64\]",
+        ),
+    ],
+)
+def test_missing_or_misshapen_tensor(tiny, text_file, tmp_path, change, message):
+    edit(tiny, change)
+    with pytest.raises(CheckpointError, match=message):
+        quantize(tiny, tmp_path / "out", "awq", options_of(text_file))
+
+
+def test_an_extra_tensor_comes_along(tiny, text_file, tmp_path):
+    extra = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    edit(tiny, lambda tensors: tensors.update({extra: torch.arange(8.0)}))
+    quantize(tiny, tmp_path / "out", "rtn", options_of(text_file))
+    assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")[extra], torch.arange(8.0))
+
+
+def test_little_calibration_text(tiny, tmp_path, caplog):
+    few = tmp_path / "few.txt"
+    few.write_text("twenty characters at least")
+    caplog.set_level(logging.WARNING, "turbomill")
+    logging.getLogger("turbomill").propagate = True
+    for method in ("awq", "gptq"):
+        result = quantize(tiny, tmp_path / method, method, options_of(few))
+        assert result.calibration["windows"] == 1 and result.calibration["length"] == 26
+    assert "only 26 tokens" in caplog.text
+
+
+@pytest.mark.parametrize("content", ["", "   \n", "too short"])
+def test_empty_or_too_short_calibration_file(tiny, tmp_path, content):
+    empty = tmp_path / "empty.txt"
+    empty.write_text(content)
+    with pytest.raises(TurbomillError, match=r"empty\.txt") as caught:
+        quantize(tiny, tmp_path / "out", "awq", options_of(empty))
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_quantized_model_is_refused(tiny, text_file, tmp_path):
+    quantize(tiny, tmp_path / "out", "rtn", options_of(text_file))
+    with pytest.raises(CheckpointError, match="already quantized"):
+        quantize(tmp_path / "out", tmp_path / "again", "rtn", options_of(text_file))
+
+
+def test_work_dir_of_somebody_else_is_left_alone(tiny, text_file, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "thesis.tex").write_text("x")
+    with pytest.raises(UsageError, match="--overwrite"):
+        quantize(tiny, out, "rtn", options_of(text_file))
+    quantize(tiny, out, "rtn", options_of(text_file, overwrite=True))
+    assert not (out / "thesis.tex").exists()
+    quantize(tiny, out, "rtn", options_of(text_file, group=64))  # our own earlier result may be replaced
+    assert open_checkpoint(out).scheme.group == 64
+
+
+def test_nothing_is_left_when_a_run_fails(tiny, text_file, tmp_path, monkeypatch):
+    def fail(*_args):
+        raise RuntimeError("disk on fire")
+
+    monkeypatch.setattr("turbomill.quant.run.write_log", fail)
+    with pytest.raises(RuntimeError):
+        quantize(tiny, tmp_path / "out", "rtn", options_of(text_file))
+    assert not any("out" in p.name for p in tmp_path.iterdir())
+
+
+def test_a_stage_that_got_worse_falls_back_and_says_so(tiny, text_file, tmp_path, monkeypatch, caplog):
+    import turbomill.quant.layer as layer
+
+    solve = layer.gptq
+
+    def worse(weight, hessian, spec, damping):
+        solved = solve(weight, hessian, spec, damping)
+        return type(solved)(torch.zeros_like(solved.codes), solved.grid)
+
+    monkeypatch.setattr(layer, "gptq", worse)
+    logging.getLogger("turbomill").propagate = True
+    result = quantize(tiny, tmp_path / "gptq", "gptq", options_of(text_file))
+    assert result.fallbacks == 14 and all(row.method == "rtn" for row in result.rows)
+    assert "rounded to nearest" in caplog.text
+    quantize(tiny, tmp_path / "rtn", "rtn", options_of(text_file))
+    a, b = (load_file(tmp_path / n / "model.safetensors") for n in ("gptq", "rtn"))
+    assert all(torch.equal(a[name], b[name]) for name in a)
