@@ -51,6 +51,10 @@ class Checkpoint(ABC):
         """The dtype `tensor(name)` has, from the header."""
 
     @abstractmethod
+    def stored(self, name: str) -> tuple[tuple[int, ...], str, str, int]:
+        """How the file holds a tensor: shape, dtype or block type, layout, bytes."""
+
+    @abstractmethod
     def tensor(self, name: str) -> Tensor:
         """One tensor as stored. Raises CheckpointError when there is none."""
 

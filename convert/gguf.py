@@ -178,6 +178,11 @@ class GgufCheckpoint(Checkpoint):
         self._find(name)
         return self._dtype
 
+    def stored(self, name: str) -> tuple[tuple[int, ...], str, str, int]:
+        """The block type stands for the dtype."""
+        found = self._find(name)
+        return self.shape(name), found.tensor_type.name, "gguf", int(found.n_bytes)
+
     def tensor(self, name: str) -> Tensor:
         """In the model's dtype and Hugging Face's row order. Raises CheckpointError on overflow."""
         from gguf.quants import dequantize

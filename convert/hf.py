@@ -112,6 +112,11 @@ class HfCheckpoint(Checkpoint):
         """From the header."""
         return DTYPES[self._find(name)[1].dtype]
 
+    def stored(self, name: str) -> tuple[tuple[int, ...], str, str, int]:
+        """From the header; row-major."""
+        entry = self._find(name)[1]
+        return entry.shape, str(DTYPES[entry.dtype]).removeprefix("torch."), "row-major", entry.nbytes
+
     def tensor(self, name: str) -> Tensor:
         """Mapped from the file; do not write into it."""
         file, entry = self._find(name)

@@ -54,7 +54,7 @@ def read_header(path: Path) -> dict[str, Entry]:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
                 raise CheckpointError(
-                    f"{path}: truncated or not a safetensors file (header of {length} bytes, file of {size}); "
+                    f"{path}: truncated or not safetensors (header of {length} bytes, file of {size}); "
                     "copy or download it again"
                 )
             header = json.loads(file.read(length))

@@ -1,0 +1,53 @@
+"""The commands `convert` and `inspect`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import rich_click as click
+
+from turbomill import console
+
+
+@click.command()
+@click.argument("model")
+@click.option(
+    "--dst-path",
+    required=True,
+    type=click.Path(path_type=Path, file_okay=False),
+    help="The store to write, a directory that does not exist yet.",
+)
+@click.option("--force", is_flag=True, help="Replace an existing store.")
+@click.option("--json", "as_json", is_flag=True, help="Print machine output on stdout.")
+def convert(model: str, dst_path: Path, force: bool, as_json: bool) -> None:
+    """Convert a checkpoint to a fused model store.
+
+    MODEL is a Hugging Face directory (dense, AWQ gemm or GPTQ), a GGUF file, a hub name, or `demo`.
+    """
+    console.setup_logging()
+    from turbomill.convert.describe import describe, describe_store
+    from turbomill.convert.store import convert_checkpoint
+
+    store = convert_checkpoint(model, dst_path, force=force)
+    if as_json:
+        console.emit_json(describe_store(store))
+    else:
+        console.stderr.print(describe(store.path).render(tensors=False))
+
+
+@click.command()
+@click.argument("path", metavar="MODEL")
+@click.option("--tensors/--no-tensors", default=True, show_default=True, help="List every tensor.")
+@click.option("--verify", is_flag=True, help="Read a store's files and compare their checksums.")
+@click.option("--json", "as_json", is_flag=True, help="Print machine output on stdout.")
+def inspect(path: str, tensors: bool, verify: bool, as_json: bool) -> None:
+    """Show what a checkpoint, a GGUF file or a store holds."""
+    console.setup_logging()
+    from turbomill.convert.describe import describe
+    from turbomill.convert.source import resolve_model
+
+    found = describe(resolve_model(path), verify=verify)
+    if as_json:
+        console.emit_json(found.to_dict())
+    else:
+        console.stdout.print(found.render(tensors=tensors))
