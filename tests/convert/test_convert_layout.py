@@ -1,0 +1,118 @@
+"""The store's byte orders against a scalar reference written from ARCHITECTURE.md."""
+
+import pytest
+import torch
+
+from turbomill.convert.linear import DenseLinear, QuantScheme
+from turbomill.convert.models.base import Fusion
+from turbomill.convert.store.fuse import fuse, join, split
+from turbomill.convert.store.layout import (
+    pack_groups,
+    pack_w4,
+    padded,
+    stored_group,
+    unpack_groups,
+    unpack_w4,
+)
+from turbomill.errors import CheckpointError
+
+
+def reference_w4(codes):
+    """Word by word, nibble by nibble, as the text says it."""
+    k, n = codes.shape
+    tiles_n, tiles_k = -(-n // 64), -(-k // 64)
+    out = torch.zeros(tiles_n, tiles_k, 4, 32, 16, dtype=torch.uint8)
+
+    def w(row, column):
+        return int(codes[column, row]) if row < n and column < k else 0
+
+    for bn in range(tiles_n):
+        for bk in range(tiles_k):
+            for s in range(4):
+                for lane in range(32):
+                    g, t = lane // 4, lane % 4
+                    r = 64 * bn + 16 * s + g
+                    for j in range(4):
+                        k0 = 64 * bk + 16 * j
+                        nibbles = [
+                            *(w(r, k0 + 2 * t), w(r + 8, k0 + 2 * t)),
+                            *(w(r, k0 + 2 * t + 8), w(r + 8, k0 + 2 * t + 8)),
+                            *(w(r, k0 + 2 * t + 1), w(r + 8, k0 + 2 * t + 1)),
+                            *(w(r, k0 + 2 * t + 9), w(r + 8, k0 + 2 * t + 9)),
+                        ]
+                        word = sum(value << 4 * i for i, value in enumerate(nibbles))
+                        for i, byte in enumerate(word.to_bytes(4, "little")):
+                            out[bn, bk, s, lane, 4 * j + i] = byte
+    return out
+
+
+@pytest.mark.parametrize("k, n", [(64, 64), (15, 17), (63, 65), (65, 63), (128, 64), (96, 200)])
+def test_w4_matches_the_reference(k, n):
+    codes = torch.randint(0, 16, (k, n), dtype=torch.uint8)
+    packed = pack_w4(codes)
+    assert torch.equal(packed, reference_w4(codes))
+    assert torch.equal(unpack_w4(packed, k, n), codes)
+
+
+def test_low_nibbles_of_64_bytes_are_one_row():
+    codes = torch.randint(0, 16, (64, 64), dtype=torch.uint8)
+    flat = pack_w4(codes).reshape(4, 8, 64)  # sub-tile, g, the four lanes' bytes
+    for s in range(4):
+        for g in range(8):
+            assert sorted((flat[s, g] & 15).tolist()) == sorted(codes[:, 16 * s + g].tolist())
+            assert sorted((flat[s, g] >> 4).tolist()) == sorted(codes[:, 16 * s + g + 8].tolist())
+
+
+@pytest.mark.parametrize(
+    "k, n, group", [(64, 64, 32), (128, 80, 64), (96, 33, 32), (192, 64, 128), (100, 70, 128)]
+)
+def test_groups_match_the_reference(k, n, group):
+    values = torch.randn(-(-k // group), n).half()
+    packed = pack_groups(values, group, k)
+    stored = stored_group(group, k)
+    assert padded(k) % stored == 0 and packed.shape == (padded(n) // 64, padded(k) // stored, 64)
+    for bn in range(packed.shape[0]):
+        for block in range(packed.shape[1]):
+            for position in range(64):
+                pair, half = divmod(position % 16, 2)
+                row = 64 * bn + position // 16 * 16 + pair + 8 * half
+                first = block * stored  # the first column of K this value scales
+                inside = row < n and first < k
+                assert packed[bn, block, position] == (values[first // group, row] if inside else 0)
+    every_column = torch.arange(k)
+    back = unpack_groups(packed, stored, k, n)
+    assert torch.equal(back[every_column // stored], values[every_column // group])
+
+
+@pytest.mark.parametrize("block, sizes", [(0, (24, 8, 16)), (8, (24, 24)), (8, (16, 16, 16))])
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_join_and_split(block, sizes, dim):
+    parts = [torch.randn(*((n, 5) if dim == 0 else (5, n))) for n in sizes]
+    whole = join(parts, dim, block)
+    rows = [part if dim == 0 else part.T for part in parts]
+    expected = []
+    if block:
+        for first in range(0, sizes[0], block):
+            for part in rows:
+                expected += list(part[first : first + block])
+    else:
+        for part in rows:
+            expected += list(part)
+    assert torch.equal(whole if dim == 0 else whole.T, torch.stack(expected))
+    assert all(torch.equal(a, b) for a, b in zip(split(whole, dim, block, sizes), parts, strict=True))
+
+
+def test_fused_quantized_linear_is_the_interleaved_dense_one(make_linear):
+    fusion = Fusion("w_gate_up", ("gate", "up"), interleave=8)
+    gate, up = (make_linear(64, 48, QuantScheme(4, 32, False), bias=bias) for bias in (True, False))
+    fused = fuse("x", fusion, [gate, up])
+    dense = fuse("x", fusion, [DenseLinear(gate.dequantize(), gate.bias), DenseLinear(up.dequantize())])
+    assert torch.equal(fused.dequantize(), dense.weight) and torch.equal(fused.bias, dense.bias)
+    assert torch.equal(fused.dequantize()[8:16], up.dequantize()[:8])
+    assert torch.equal(fused.bias[8:16], torch.zeros(8).half())
+
+
+def test_parts_of_different_schemes_do_not_fuse(make_linear):
+    a, b = make_linear(64, 48, QuantScheme(4, 32, False)), make_linear(64, 48, QuantScheme(4, 64, False))
+    with pytest.raises(CheckpointError, match="quantized differently"):
+        fuse("x", Fusion("w", ("a", "b")), [a, b])
