@@ -46,7 +46,7 @@ class PromptEncoder:
             return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     def _render(self, messages: Messages) -> str:
-        if not getattr(self.tokenizer, "chat_template", None):
+        if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
             raise PromptError("the model has no chat template: send text instead of messages")
         for message in messages:
             if not isinstance(message, dict) or not isinstance(message.get("role"), str):
