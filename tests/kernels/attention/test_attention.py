@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tolerance
+
+from turbomill._core import kernels
+
+# query heads : KV heads of the issue's models, head dims that are and are not powers of two
+HEADS = [(4, 4, 64), (9, 3, 64), (8, 1, 128), (4, 2, 80), (3, 3, 96)]
+# (tokens, context): whole prompts, chunks over block borders, decodes
+SPANS = [(1, 0), (15, 0), (65, 0), (130, 0), (64, 63), (65, 64), (129, 100), (200, 199)]
+
+
+def reference(qkv: np.ndarray, nq: int, nkv: int, d: int, context: int) -> np.ndarray:
+    """Causal attention of the rows after `context`, in fp64, one head and query at a time."""
+    t = len(qkv)
+    wide = qkv.astype(np.float64)
+    q = wide[:, : nq * d].reshape(t, nq, d)
+    k = wide[:, nq * d : (nq + nkv) * d].reshape(t, nkv, d)
+    v = wide[:, (nq + nkv) * d :].reshape(t, nkv, d)
+    out = np.zeros((t - context, nq, d))
+    for row in range(context, t):
+        for head in range(nq):
+            scores = k[: row + 1, head // (nq // nkv)] @ q[row, head] / np.sqrt(d)
+            p = np.exp(scores - scores.max())
+            out[row - context, head] = (p / p.sum()) @ v[: row + 1, head // (nq // nkv)]
+    return out.reshape(t - context, nq * d)
+
+
+def case(tokens: int, nq: int, nkv: int, d: int) -> np.ndarray:
+    rng = np.random.default_rng(tokens * 100 + nq)
+    return rng.standard_normal((tokens, (nq + 2 * nkv) * d)).astype(np.float32) * 2
+
+
+@pytest.mark.parametrize(("nq", "nkv", "d"), HEADS)
+def test_fp32_cache(nq: int, nkv: int, d: int, isa: str) -> None:
+    for tokens, context in SPANS:
+        qkv = case(tokens, nq, nkv, d)
+        out = kernels.attention(qkv, nq, nkv, d, context, isa=isa, threads=2)
+        tolerance.assert_close(out, reference(qkv, nq, nkv, d, context), "float32")
+
+
+@pytest.mark.parametrize("block_len", [8, 16, 128])
+def test_block_length_does_not_matter(block_len: int, isa: str) -> None:
+    qkv = case(130, 9, 3, 64)
+    out = kernels.attention(qkv, 9, 3, 64, 40, block_len=block_len, isa=isa)
+    tolerance.assert_close(out, reference(qkv, 9, 3, 64, 40), "float32")
+
+
+@pytest.mark.parametrize("cache_dtype", ["float16", "bfloat16"])
+def test_half_caches_round_keys_and_values_only(cache_dtype: str, isa: str) -> None:
+    qkv = case(70, 4, 2, 64)
+    kv = np.ascontiguousarray(qkv[:, 4 * 64 :])
+    if cache_dtype == "float16":
+        rounded = kv.astype(np.float16).astype(np.float32)
+    else:
+        bits = kv.view(np.uint32)
+        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).view(np.float32)
+    stored = np.concatenate([qkv[:, : 4 * 64], rounded], 1)
+    out = kernels.attention(qkv, 4, 2, 64, 10, cache_dtype=cache_dtype, isa=isa)
+    tolerance.assert_close(out, reference(stored, 4, 2, 64, 10), "float32")
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_quantized_cache_is_attention_over_what_it_stored(bits: int, isa: str) -> None:
+    nq, nkv, d = 9, 3, 64
+    qkv = case(130, nq, nkv, d)
+    heads = np.ascontiguousarray(qkv[:, nq * d :].reshape(-1, d))
+    stored = kernels.kv_roundtrip(heads, bits, isa)[2].reshape(130, -1)
+    out = kernels.attention(qkv, nq, nkv, d, 65, quant_policy=bits, isa=isa)
+    expected = reference(np.concatenate([qkv[:, : nq * d], stored], 1), nq, nkv, d, 65)
+    tolerance.assert_close(out, expected, "float32")

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import linear_reference as reference
+import numpy as np
+import pytest
+import tolerance
+
+from turbomill._core import kernels
+
+# Rows on both sides of the small-batch kernels' limit (8); N and K that straddle tiles of 16 and 64.
+ROWS = [1, 2, 7, 8, 9, 17]
+SIZES = [(15, 16), (16, 17), (63, 65), (64, 64), (80, 200), (200, 31)]
+
+
+def dense_case(n: int, k: int, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(n * 1000 + k)
+    w = reference.round_to(rng.standard_normal((n, k)), dtype)
+    return w, w if dtype == "float32" else reference.TO_BITS[dtype](w)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize(("n", "k"), SIZES)
+def test_dense(n: int, k: int, dtype: str, isa: str) -> None:
+    w, stored = dense_case(n, k, dtype)
+    bias = np.random.default_rng(1).standard_normal(n).astype(np.float32)
+    for rows in ROWS:
+        x = np.random.default_rng(rows).standard_normal((rows, k)).astype(np.float32)
+        y = kernels.dense_linear(x, stored, dtype, bias.tolist(), isa, threads=2)
+        tolerance.assert_close(y, reference.linear(x, w) + bias, dtype)
+
+
+W4_CASES = [(15, 64, 32), (64, 64, 64), (65, 128, 32), (80, 192, 64), (200, 256, 128), (16, 64, 64), (48, 256, 256)]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize(("n", "k", "group"), W4_CASES)
+def test_w4(n: int, k: int, group: int, symmetric: bool, dtype: str, isa: str) -> None:
+    rng = np.random.default_rng(n + k + group)
+    codes = rng.integers(0, 16, (n, k), dtype=np.uint8)
+    scales = reference.round_to(rng.uniform(0.01, 0.1, (n, k // group)), dtype)
+    zeros = np.full((n, k // group), 8.0, np.float32) if symmetric else rng.integers(0, 16, (n, k // group))
+    zeros = zeros.astype(np.float32)
+    expand = np.arange(k) // group
+    w = (codes.astype(np.float32) - zeros[:, expand]) * scales[:, expand]
+    bits = reference.TO_BITS[dtype]
+    packed_scales = bits(reference.pack_params(scales, k // group))
+    packed_zeros = None if symmetric else bits(reference.pack_params(zeros, k // group))
+    packed = reference.pack_codes(codes)
+    for rows in ROWS:
+        x = rng.standard_normal((rows, k)).astype(np.float32)
+        y = kernels.w4_linear(x, packed, packed_scales, packed_zeros, n, k, dtype, isa, threads=2)
+        tolerance.assert_close(y, reference.linear(x, w), "w4")
+
+
+def test_w4_reads_no_further_than_k(isa: str) -> None:
+    """K = 32 is padded to a tile of 64: codes there are zero and scales too, whatever x would be."""
+    rng = np.random.default_rng(0)
+    codes = rng.integers(0, 16, (16, 32), dtype=np.uint8)
+    scales = np.zeros((16, 2), np.float32)
+    scales[:, 0] = 0.5
+    zeros = np.full((16, 2), 3.0, np.float32)
+    bits = reference.TO_BITS["float16"]
+    x = rng.standard_normal((1, 32)).astype(np.float32)
+    y = kernels.w4_linear(
+        x,
+        reference.pack_codes(codes),
+        bits(reference.pack_params(scales, 2)),
+        bits(reference.pack_params(zeros, 2)),
+        16,
+        32,
+        "float16",
+        isa,
+    )
+    tolerance.assert_close(y, reference.linear(x, (codes - 3.0) * 0.5), "w4")
+
+
+def test_unknown_instruction_set() -> None:
+    with pytest.raises(ValueError, match="mmx"):
+        kernels.dense_linear(np.zeros((1, 4), np.float32), np.zeros((4, 4), np.float32), "float32", [], "mmx")
