@@ -10,7 +10,7 @@ from contextlib import aclosing
 
 from turbomill.engine.base import AsyncEngine
 from turbomill.engine.config import GenerationConfig
-from turbomill.engine.requests import Messages
+from turbomill.engine.requests import Messages, PromptError
 
 logger = logging.getLogger("turbomill.engine")
 
@@ -82,5 +82,10 @@ def _write(text: str) -> None:
 def talk(conversation: Conversation) -> None:
     """Answer line after line from stdin on stdout."""
     for line in _lines():
-        conversation.say(line, _write)
+        try:
+            conversation.say(line, _write)
+        except PromptError as error:
+            if not sys.stdin.isatty():
+                raise
+            _write(f"error: {error}")
         _write("\n")

@@ -80,7 +80,7 @@ class GenerationConfig:
         # Lists are what callers have at hand; tuples keep the config hashable.
         for name in ("stop_words", "stop_token_ids"):
             value = getattr(self, name)
-            object.__setattr__(self, name, (value,) if isinstance(value, str | int) else tuple(value))
+            object.__setattr__(self, name, (value,) if isinstance(value, str | int) else tuple(value or ()))
         require(
             self.max_new_tokens is None or _is_int(self.max_new_tokens, 1),
             "max_new_tokens",

@@ -17,4 +17,6 @@ def create_engine(model: str | Path | Store, config: EngineConfig | None = None)
     from turbomill.engine.turbomind import TurbomindEngine
 
     config = config or EngineConfig()
-    return TurbomindEngine(model, config, reason=f"backend {config.backend} was asked for")
+    default = config.backend == EngineConfig.backend
+    reason = "the default backend" if default else f"backend {config.backend} was asked for"
+    return TurbomindEngine(model, config, reason=reason)

@@ -54,10 +54,13 @@ def open_model(model: str | Path) -> Store:
     CheckpointError or UnsupportedModelError.
     """
     from turbomill.convert.source import kind_of, resolve_model
-    from turbomill.convert.store import convert_checkpoint, open_store
 
     path = resolve_model(model)
-    if kind_of(path) == "store":
+    kind = kind_of(path)
+    # Imports torch: a wrong path is answered before.
+    from turbomill.convert.store import convert_checkpoint, open_store
+
+    if kind == "store":
         return open_store(path)
     cached = cache_dir() / "stores" / _cache_key(path)
     with _locked(cached):

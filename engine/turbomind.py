@@ -70,7 +70,7 @@ class TurbomindEngine:
         model: str | Path | Store,
         config: EngineConfig | None = None,
         *,
-        reason: str = "the default engine",
+        reason: str = "created directly",
     ) -> None:
         self.config = config or EngineConfig()
         self._core = _load_core()

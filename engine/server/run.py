@@ -21,12 +21,16 @@ GRACE = 10
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket bound to the address, not yet listening. Port 0 takes a free one. Raises TurbomillError."""
+    """A socket that listens on the address; port 0 takes a free one. Raises TurbomillError.
+
+    Listening at once makes the port ours while the model loads; clients that come early wait.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((host, port))
+        sock.listen()
     except OSError as error:
         sock.close()
         raise TurbomillError(

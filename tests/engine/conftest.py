@@ -8,9 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 from byte_tokenizer import byte_tokenizer
+from hypothesis import HealthCheck, settings
 from transformers import PreTrainedTokenizerFast
 
 import turbomill
+
+# Machines under load are slow; that is no failure.
+settings.register_profile("turbomill", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("turbomill")
 
 
 @pytest.fixture(scope="session")

@@ -67,6 +67,7 @@ class Engine:
         self.requests: list[Request] = []
         self.next_id, self.steps, self.closing = 1, 0, False
         self.fail_next: str | None = None
+        self.finished: list[str] = []
         self.thread = threading.Thread(target=self._loop, daemon=True)
         self.thread.start()
         Engine.instances.append(self)
@@ -130,6 +131,7 @@ class Engine:
                 self.running = [state for state in self.running if state.id not in done]
                 self.waiting = [state for state in self.waiting if state.id not in done]
                 self.cancelled -= done
+                self.finished += [output.finish_reason for output in outputs if output.finish_reason]
                 self.steps += 1
                 closing = self.closing
             if outputs:

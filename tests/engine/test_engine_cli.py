@@ -13,8 +13,10 @@ import pytest
 from click.testing import CliRunner
 
 from turbomill.cli import cli
-from turbomill.engine.chat import Conversation
+from turbomill.engine.chat import Conversation, talk
 from turbomill.engine.config import GenerationConfig
+from turbomill.engine.server.run import bind
+from turbomill.errors import TurbomillError
 
 RUN = [sys.executable, "-m", "turbomill"]
 
@@ -150,3 +152,24 @@ def test_server_runs_until_a_signal(fake_model, fake_core, capsys):
     assert seen["health"]["model"] == "My-Model" and seen["health"]["status"] == "ok"
     assert not fake_core.Engine.instances[-1].thread.is_alive(), "the engine was closed"
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_chat_at_a_terminal_survives_a_message_that_is_too_long(fake_engine, monkeypatch, capsys):
+    lines = iter(["x" * 600, "hi"])
+
+    def fake_input(prompt):
+        assert prompt == "> "
+        if (line := next(lines, None)) is None:
+            raise EOFError
+        return line
+
+    monkeypatch.setattr("builtins.input", fake_input)
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    talk(Conversation(fake_engine, GenerationConfig(max_new_tokens=3)))
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("error: the prompt has") and len(second) == 3
+
+
+def test_a_server_that_still_loads_owns_its_port():
+    with bind("127.0.0.1", 0) as first, pytest.raises(TurbomillError, match="--server-port"):
+        bind("127.0.0.1", first.getsockname()[1])

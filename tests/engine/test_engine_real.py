@@ -166,7 +166,7 @@ async def test_demo_disconnect_cancels(url, client, demo_engine, stream):
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
     before = demo_engine.metrics().generated_tokens
-    end = time.monotonic() + 2
+    end = time.monotonic() + 10
     async with httpx.AsyncClient() as http:
         while True:
             text = (await http.get(f"{url}/metrics")).text

@@ -174,9 +174,8 @@ async def test_disconnect_cancels(client, fake_engine, stream):
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-    start = time.monotonic()
     await until(lambda: fake_engine.metrics().running == 0)
-    assert time.monotonic() - start < 0.8, "the requests ran to their end (500 steps of 2 ms)"
+    assert fake_engine._engine.finished == ["cancelled", "cancelled"]
 
 
 @pytest.mark.parametrize(
@@ -290,7 +289,7 @@ async def test_health_says_which_engine_and_whether_it_lives(url, fake_engine):
             "model": "tiny",
             "engine": "turbomind",
             "backend": "cpu",
-            "reason": "the default engine",
+            "reason": "created directly",
         }
         fake_engine.close()
         assert (await http.get(f"{url}/health")).status_code == 503
