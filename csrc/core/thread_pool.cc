@@ -34,8 +34,8 @@ ThreadPool::ThreadPool(int threads) {
 
 ThreadPool::~ThreadPool() {
     stop_.store(true);
-    round_.fetch_add(1);
-    round_.notify_all();
+    wake_.fetch_add(1);
+    wake_.notify_all();
     for (auto& thread : workers_) thread.join();
 }
 
@@ -49,13 +49,14 @@ void ThreadPool::dispatch(int tasks, Task task, void* context) {
     context_ = context;
     tasks_ = tasks;
     next_.store(0, std::memory_order_relaxed);
-    busy_.store(int(workers_.size()), std::memory_order_relaxed);
-    round_.fetch_add(1, std::memory_order_release);
-    round_.notify_all();
+    const uint64_t round = round_of(state_.load(std::memory_order_relaxed)) + 1;
+    state_.store(round % (uint64_t(1) << 32) * kRound + kOpen, std::memory_order_release);
+    wake_.fetch_add(1, std::memory_order_release);
+    wake_.notify_all();
     drain(0);
-    // Tasks are short: the last worker finishes soon after the caller runs out of tasks.
-    for (int spins = 0; busy_.load(std::memory_order_acquire) != 0; ++spins) {
-        if (spins < 64 * kSpins) {
+    state_.fetch_and(~kOpen, std::memory_order_acq_rel);
+    for (int spins = 0; joined(state_.load(std::memory_order_acquire)) != 0; ++spins) {
+        if (spins < kSpins) {
             relax();
         } else {
             std::this_thread::yield();
@@ -70,17 +71,22 @@ void ThreadPool::drain(int worker) {
 void ThreadPool::work(int worker) {
     uint32_t seen = 0;
     while (true) {
-        for (int spins = 0; round_.load(std::memory_order_acquire) == seen; ++spins) {
+        for (int spins = 0; wake_.load(std::memory_order_acquire) == seen; ++spins) {
             if (spins < kSpins) {
                 relax();
             } else {
-                round_.wait(seen, std::memory_order_acquire);
+                wake_.wait(seen, std::memory_order_acquire);
             }
         }
-        seen = round_.load(std::memory_order_acquire);
+        seen = wake_.load(std::memory_order_acquire);
         if (stop_.load()) return;
+        uint64_t state = state_.load(std::memory_order_acquire);
+        bool in = false;
+        while (state & kOpen && !in)
+            in = state_.compare_exchange_weak(state, state + kJoin, std::memory_order_acq_rel);
+        if (!in) continue;
         drain(worker);
-        busy_.fetch_sub(1, std::memory_order_release);
+        state_.fetch_sub(kJoin, std::memory_order_acq_rel);
     }
 }
 
