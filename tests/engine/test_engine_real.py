@@ -103,6 +103,37 @@ def test_tiny_pool_is_refused_with_bytes(tiny_store):
         TurbomindEngine(tiny_store, EngineConfig(session_len=512, cache_max_entry_count=2))
 
 
+async def test_storm_of_clients_that_leave(tiny_store):
+    """Random lengths, cancels and disconnects on a small pool: nothing leaks, texts are right."""
+    import random
+
+    rng = random.Random(0)
+    config = EngineConfig(session_len=128, max_batch_size=6, cache_max_entry_count=5, num_threads=2)
+    with TurbomindEngine(tiny_store, config) as engine, serving(engine) as url:
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client:
+            expected: dict[int, set[str]] = {}
+
+            async def one(patience):
+                letter = rng.randrange(65, 75)
+                request = {"model": "tiny", "prompt": [letter] * 9, "temperature": 0}
+                request |= {"max_tokens": 60, "extra_body": {"ignore_eos": True}}
+                text = ""
+                async for chunk in await client.completions.create(stream=True, **request):
+                    text += chunk.choices[0].text
+                    patience -= 1
+                    if patience == 0:
+                        return
+                expected.setdefault(letter, set()).add(text)
+
+            await asyncio.gather(*[one(rng.choice([1, 5, 20, 1000])) for _ in range(60)])
+        assert expected and all(len(texts) == 1 for texts in expected.values())
+        end = time.monotonic() + 10
+        while engine.metrics().running or engine.metrics().waiting:
+            assert time.monotonic() < end
+            await asyncio.sleep(0.01)
+        assert engine.metrics().free_blocks == engine.metrics().total_blocks
+
+
 @pytest.mark.demo_model
 async def test_demo_knows_the_capital_of_france(client):
     answer = await client.chat.completions.create(
