@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from typing import Any
 
@@ -38,6 +39,8 @@ def _sample_batch(model: Any, prefix: Tensor, length: int, generator: torch.Gene
 
     ids = prefix[:, :length]  # [B, 1 or 2]
     cache, step = DynamicCache(config=model.config), ids
+    # transformers 5.24 renamed the argument, and warns about the old name.
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     with console.progress("self-sampled text", max(length - ids.shape[1], 0)) as task:
         while ids.shape[1] < length:
             logits = (

@@ -60,14 +60,15 @@ def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
     Damping is a share of the mean diagonal, raised tenfold while the matrix is not positive definite.
     """
     mean = hessian.diagonal().mean()
+    eye = torch.eye(hessian.shape[0], dtype=hessian.dtype)
     if not mean > 0:  # inputs all zero: any rounding is as good
-        return torch.eye(hessian.shape[0], dtype=hessian.dtype)
+        return eye
     for _ in range(5):
-        damped = hessian + torch.eye(hessian.shape[0], dtype=hessian.dtype) * (damping * mean)
-        lower, failed = torch.linalg.cholesky_ex(damped)
+        # Flipped both ways, H = A A^T with A upper: one factorization, and U = A^-1 needs no inverse of H.
+        lower, failed = torch.linalg.cholesky_ex((hessian + eye * (damping * mean)).flip(0, 1))
         if not failed:
-            upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
-            if not failed and bool(torch.isfinite(upper).all()):
+            upper = torch.linalg.solve_triangular(lower.flip(0, 1), eye, upper=True)
+            if bool(torch.isfinite(upper).all()):
                 return upper
         logger.debug("GPTQ: damping %g is too little for a %d x %d Hessian", damping, *hessian.shape)
         damping = max(damping * 10, 1e-4)

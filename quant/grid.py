@@ -5,6 +5,7 @@ Here a weight is [N, K] as in a checkpoint; a grid's tensors are [N, G], G = K /
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -120,15 +121,14 @@ def minmax_grid(weight: Tensor, spec: GridSpec) -> Grid:
 def searched_grid(
     weight: Tensor, importance: Tensor, spec: GridSpec, steps: int = 20, smallest: float = 0.5
 ) -> Grid:
-    """Shrink each group's range to the one of `steps` factors, 1 down to `smallest`, with the least weighted
-    error.
+    """Shrink each group's range to the one of `steps` factors, 1 down to `smallest`, that errs least.
 
     `importance` [K] weights the squared errors: E[x^2] of the input channels, the diagonal of the Hessian.
     """
+    weights = importance.reshape(-1, spec.scheme.group)  # [G, group]
 
-    def error(delta: Tensor) -> Tensor:
-        squared = delta.square_().mul_(importance)
-        return _grouped(squared, spec).sum(-1)
+    def error(delta: Tensor) -> Tensor:  # [n, G, group] -> [n, G]
+        return delta.square().mul_(weights).sum(-1)
 
     return _search(weight, error, spec, steps, smallest)
 
@@ -143,29 +143,46 @@ def clipped_grid(
     """
     group = spec.scheme.group
     count = weight.shape[1] // group
-    blocks = (
-        hessian.reshape(count, group, count, group).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
-    )  # [G, g, g]
-    blocks = blocks.contiguous()
+    blocks = hessian.reshape(count, group, count, group).diagonal(dim1=0, dim2=2)  # [g, g, G]
+    blocks = blocks.permute(2, 0, 1).contiguous()  # [G, g, g]
 
-    def error(delta: Tensor) -> Tensor:
-        parts = _grouped(delta, spec).transpose(0, 1)  # [G, N, g]
-        return (torch.bmm(parts, blocks) * parts).sum(-1).T  # [N, G]
+    def error(delta: Tensor) -> Tensor:  # [n, G, group] -> [n, G]
+        return (torch.bmm(delta.transpose(0, 1), blocks).transpose(0, 1) * delta).sum(-1)
 
     return _search(weight, error, spec, steps, smallest)
 
 
-def _search(weight: Tensor, error, spec: GridSpec, steps: int, smallest: float) -> Grid:
+# Elements of a weight searched at a time: what the many passes touch then stays in the cache.
+CHUNK = 2**17
+
+
+def _search(
+    weight: Tensor, error: Callable[[Tensor], Tensor], spec: GridSpec, steps: int, smallest: float
+) -> Grid:
+    """The best range of each group, some rows at a time. `error` is a quadratic form of delta, per group."""
+    shrinks = [1 - (1 - smallest) * step / (steps - 1) for step in range(steps)]
+    parts = [
+        _search_rows(rows, error, spec, shrinks) for rows in weight.split(max(1, CHUNK // weight.shape[1]))
+    ]
+    return Grid(torch.cat([p.scales for p in parts]), torch.cat([p.zeros for p in parts]), spec)
+
+
+def _search_rows(
+    weight: Tensor, error: Callable[[Tensor], Tensor], spec: GridSpec, shrinks: list[float]
+) -> Grid:
     low, high = range_of(weight, spec)
+    grouped = _grouped(weight, spec)
     best = range_grid(low, high, spec)
-    least = error(best.round(weight).sub_(weight))  # [N, G]
-    for step in range(1, steps):
-        shrink = 1 - (1 - smallest) * step / (steps - 1)
+    least = torch.full_like(low, torch.inf)
+    for shrink in shrinks:
         grid = range_grid(low * shrink, high * shrink, spec)
-        loss = error(grid.round(weight).sub_(weight))
+        steps = grouped / grid.scales[..., None]
+        floor, ceiling = -grid.zeros[..., None], spec.top - grid.zeros[..., None]
+        # In units of the scale: a quadratic error gets it back squared, for one pass less.
+        delta = torch.clamp(steps.round(), floor, ceiling).sub_(steps)
+        loss = error(delta).mul_(grid.scales.square())  # [n, G]
         better = loss < least
         least = torch.where(better, loss, least)
-        best = Grid(
-            torch.where(better, grid.scales, best.scales), torch.where(better, grid.zeros, best.zeros), spec
-        )
+        scales = torch.where(better, grid.scales, best.scales)
+        best = Grid(scales, torch.where(better, grid.zeros, best.zeros), spec)
     return best

@@ -1,14 +1,15 @@
 """Measures what a quantized checkpoint lost, with transformers on its dequantized weights.
 
-`python tests/quant/quality.py WORKDIR [rtn awq gptq]` quantizes the demo model by each method (4 bits, group 64,
-32 windows of 512 tokens) and prints perplexity, mean KL(fp16 || quantized) and top-1 agreement on 24 windows of
-1,024 tokens of the built-in evaluation text.
+`python tests/quant/quality.py WORKDIR [rtn awq gptq]` quantizes the demo model by each method (4 bits,
+group 64, 32 windows of 512 tokens) and prints perplexity, mean KL(fp16 || quantized) and top-1 agreement
+on 24 windows of 1,024 tokens of the built-in evaluation text.
 """
 
 from __future__ import annotations
 
 import math
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -49,7 +50,10 @@ def main(work_dir: str, *methods: str) -> None:
     paths = [Path(work_dir) / name for name in names]
     for method, path in zip(names, paths, strict=True):
         result = quantize("demo", path, method, options)  # type: ignore[arg-type]
-        print(f"{method} {result.seconds:.0f} s, peak {result.peak_bytes / 1e6:.0f} MB", flush=True)
+        cpu = time.process_time()
+        print(
+            f"{method} {result.seconds:.0f} s (CPU {cpu:.0f} s so far), peak {result.peak_bytes / 1e6:.0f} MB"
+        )
     for method, row in zip(names, compare("demo", paths, windows), strict=True):
         print(method, {key: round(value, 4) for key, value in row.items()}, flush=True)
 

@@ -61,7 +61,8 @@ def test_query_heads_of_one_kv_head_share_their_scale():
     # Query heads 0, 1, 2 read KV head 0 and heads 3, 4, 5 read KV head 1, channel by channel.
     assert share.tolist() == [0, 1, 2, 3] * 3 + [4, 5, 6, 7] * 3
     assert torch.equal(shared_channels(8, 8, 4), torch.arange(8))
-    for scale in candidates(torch.randn(16, 24), torch.rand(24), GridSpec(QuantScheme(4, 8, False), torch.half), share, True):  # fmt: skip
+    spec = GridSpec(QuantScheme(4, 8, False), torch.float16)
+    for scale in candidates(torch.randn(16, 24), torch.rand(24), spec, share, True):
         assert scale.shape == (8,)
 
 

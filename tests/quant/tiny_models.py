@@ -26,18 +26,18 @@ def make_model(
     """Save a random model whose activations have a few large channels, as real ones do."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    fields = dict(
-        vocab_size=256,
-        hidden_size=hidden,
-        intermediate_size=inter,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-        bos_token_id=0,
-        eos_token_id=1,
-    )
+    fields = {
+        "vocab_size": 256,
+        "hidden_size": hidden,
+        "intermediate_size": inter,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": True,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    }
     torch.manual_seed(seed)
     model = LlamaForCausalLM(LlamaConfig(**{**fields, **changes}))
     with torch.no_grad():
