@@ -43,9 +43,8 @@ def _sample_batch(model: Any, prefix: Tensor, length: int, generator: torch.Gene
     name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     with console.progress("self-sampled text", max(length - ids.shape[1], 0)) as task:
         while ids.shape[1] < length:
-            logits = (
-                model(input_ids=step, past_key_values=cache, use_cache=True).logits[:, -1].float()
-            )  # [B, V]
+            output = model(input_ids=step, use_cache=True, **{name: cache})
+            logits = output.logits[:, -1].float()  # [B, V]
             step = torch.multinomial(logits.softmax(-1), 1, generator=generator)
             ids = torch.cat([ids, step], dim=1)
             task.advance()
