@@ -13,7 +13,8 @@ void require(bool ok, const std::string& message) {
 
 void ModelConfig::validate() const {
     const auto positive = [](int value, const char* name) {
-        require(value > 0, std::string(name) + " is " + std::to_string(value) + ", expected a positive number");
+        require(value > 0,
+                std::string(name) + " is " + std::to_string(value) + ", expected a positive number");
     };
     positive(vocab_size, "vocab_size");
     positive(hidden_size, "hidden_size");
@@ -24,7 +25,8 @@ void ModelConfig::validate() const {
     positive(intermediate_size, "intermediate_size");
     require(num_heads % num_kv_heads == 0, "num_heads must be a multiple of num_kv_heads");
     require(head_dim % 2 == 0, "head_dim must be even");
-    require(intermediate_size % 8 == 0, "intermediate_size must be a multiple of 8 (gate and up interleave by 8)");
+    require(intermediate_size % 8 == 0,
+            "intermediate_size must be a multiple of 8 (gate and up interleave by 8)");
 }
 
 void EngineConfig::validate() const {

@@ -10,10 +10,13 @@ enum class DType : uint8_t { F32, F16, BF16, U8 };
 
 constexpr size_t dtype_bytes(DType dtype) {
     switch (dtype) {
-        case DType::F32: return 4;
+        case DType::F32:
+            return 4;
         case DType::F16:
-        case DType::BF16: return 2;
-        case DType::U8: return 1;
+        case DType::BF16:
+            return 2;
+        case DType::U8:
+            return 1;
     }
     return 0;
 }

@@ -18,7 +18,9 @@ static inline uint32_t float_to_bits(float value) {
     return bits;
 }
 
-static inline float bf16_to_float(uint16_t bits) { return bits_to_float(uint32_t(bits) << 16); }
+static inline float bf16_to_float(uint16_t bits) {
+    return bits_to_float(uint32_t(bits) << 16);
+}
 
 static inline uint16_t float_to_bf16(float value) {
     const uint32_t bits = float_to_bits(value);
@@ -38,9 +40,9 @@ static inline uint16_t float_to_f16(float value) {
     const uint32_t bits = float_to_bits(value);
     const uint16_t sign = uint16_t((bits >> 16) & 0x8000);
     const uint32_t magnitude = bits & 0x7fffffffu;
-    if (magnitude > 0x7f800000u) return sign | 0x7e00;       // NaN
-    if (magnitude >= 0x477ff000u) return sign | 0x7c00;      // rounds to infinity
-    if (magnitude < 0x38800000u) {                           // subnormal: let the FPU round at 2^-24
+    if (magnitude > 0x7f800000u) return sign | 0x7e00;   // NaN
+    if (magnitude >= 0x477ff000u) return sign | 0x7c00;  // rounds to infinity
+    if (magnitude < 0x38800000u) {                       // subnormal: let the FPU round at 2^-24
         const float shifted = bits_to_float(magnitude) + 0.5f;
         return uint16_t(sign | (float_to_bits(shifted) - 0x3f000000u));
     }

@@ -7,7 +7,8 @@
 namespace turbomill {
 namespace {
 
-// Between two kernels of a step a worker spins this often before it sleeps: waking costs tens of microseconds.
+// Between two kernels of a step a worker spins this often before it sleeps: waking costs tens of
+// microseconds.
 constexpr int kSpins = 2000;
 
 void relax() {

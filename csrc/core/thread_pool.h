@@ -34,9 +34,10 @@ class ThreadPool {
     void work(int worker);
     void drain(int worker);
 
-    // A round is one run(): its number, whether workers may still join, and how many have joined, in one word,
-    // so that joining and closing cannot race. A worker that wakes late finds the round closed and is not waited
-    // for: on a busy machine the caller does the work alone rather than wait for a descheduled thread.
+    // A round is one run(): its number, whether workers may still join, and how many have joined, in one
+    // word, so that joining and closing cannot race. A worker that wakes late finds the round closed and is
+    // not waited for: on a busy machine the caller does the work alone rather than wait for a descheduled
+    // thread.
     static constexpr uint64_t kOpen = 1, kJoin = 2, kRound = uint64_t(1) << 32;
     static uint64_t round_of(uint64_t state) { return state / kRound; }
     static uint64_t joined(uint64_t state) { return state % kRound / kJoin; }
@@ -45,9 +46,9 @@ class ThreadPool {
     Task task_ = nullptr;
     void* context_ = nullptr;
     int tasks_ = 0;
-    std::atomic<int> next_{0};         // next task to take
+    std::atomic<int> next_{0};  // next task to take
     std::atomic<uint64_t> state_{0};
-    std::atomic<uint32_t> wake_{0};    // bumped with every round; idle workers sleep on it
+    std::atomic<uint32_t> wake_{0};  // bumped with every round; idle workers sleep on it
     std::atomic<bool> stop_{false};
 };
 

@@ -17,6 +17,8 @@ inline DType parse_dtype(const std::string& name) {
     throw std::invalid_argument("dtype '" + name + "' is not one of float32, float16, bfloat16, uint8");
 }
 
-constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+constexpr int ceil_div(int a, int b) {
+    return (a + b - 1) / b;
+}
 
 }  // namespace turbomill

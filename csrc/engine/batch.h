@@ -17,12 +17,12 @@ struct SamplingParams {
 // The consecutive tokens of one sequence that a step computes.
 struct Slice {
     uint64_t sequence = 0;
-    int slot = 0;            // where the backend keeps this sequence's last sampled token
-    int context = 0;         // tokens already in the cache
-    int length = 0;          // tokens in this slice
-    std::vector<int> tokens; // [length], or empty: the slot's last sample (length 1)
-    std::vector<int> blocks; // cache blocks that cover context + length tokens
-    bool sample = false;     // the last token's logits give the next token
+    int slot = 0;                // where the backend keeps this sequence's last sampled token
+    int context = 0;             // tokens already in the cache
+    int length = 0;              // tokens in this slice
+    std::vector<int> tokens;     // [length], or empty: the slot's last sample (length 1)
+    std::vector<int> blocks;     // cache blocks that cover context + length tokens
+    bool sample = false;         // the last token's logits give the next token
     bool return_logits = false;  // logits of every token of the slice are wanted
     SamplingParams sampling;
 };
@@ -32,12 +32,12 @@ struct BatchData {
 
     // Results, filled by the executor.
     struct Sample {
-        int token = -1;       // -1: none wanted
-        bool finite = true;   // false: the logits held NaN or infinity
+        int token = -1;      // -1: none wanted
+        bool finite = true;  // false: the logits held NaN or infinity
     };
-    std::vector<Sample> samples;              // one per slice
-    std::vector<std::vector<float>> logits;   // one per slice: [length, V] where wanted, else empty
-    std::string error;                        // a failed step fails all its sequences
+    std::vector<Sample> samples;             // one per slice
+    std::vector<std::vector<float>> logits;  // one per slice: [length, V] where wanted, else empty
+    std::string error;                       // a failed step fails all its sequences
 
     int tokens() const {
         int total = 0;

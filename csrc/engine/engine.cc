@@ -32,7 +32,9 @@ Engine::Engine(const ModelConfig& model, const EngineConfig& config, ModelExecut
     engine_thread_ = std::thread([this] { run(); });
 }
 
-Engine::~Engine() { close(); }
+Engine::~Engine() {
+    close();
+}
 
 void Engine::close() {
     std::call_once(closed_, [this] {
@@ -156,7 +158,8 @@ void Engine::take_result(Sequence& sequence, const Slice& slice, const BatchData
         const int begin = std::max(slice.context, sequence.logits_delivered);
         const int end = std::min(slice.context + slice.length, sequence.prompt_length());
         if (end > begin) {
-            const auto first = batch.logits[index].begin() + int64_t(begin - slice.context) * model_.vocab_size;
+            const auto first =
+                batch.logits[index].begin() + int64_t(begin - slice.context) * model_.vocab_size;
             output.logits =
                 std::make_shared<std::vector<float>>(first, first + int64_t(end - begin) * model_.vocab_size);
             output.logits_rows = end - begin;
@@ -165,7 +168,8 @@ void Engine::take_result(Sequence& sequence, const Slice& slice, const BatchData
     }
     if (slice.sample) {
         take_token(sequence, batch.samples[index].token, output);
-    } else if (sequence.request.max_new_tokens == 0 && slice.context + slice.length == sequence.prompt_length()) {
+    } else if (sequence.request.max_new_tokens == 0 &&
+               slice.context + slice.length == sequence.prompt_length()) {
         finish(sequence, Finish::Length, output);
     } else if (output.logits_rows > 0) {
         outputs_.push_back(std::move(output));

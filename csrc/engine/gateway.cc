@@ -44,7 +44,8 @@ void Gateway::post_result(std::unique_ptr<BatchData> batch) {
 Gateway::Events Gateway::pop(bool wait) {
     std::unique_lock lock(mutex_);
     const auto something = [&] {
-        return (events_.closed && !close_seen_) || !events_.requests.empty() || !events_.cancels.empty() || !events_.results.empty();
+        return (events_.closed && !close_seen_) || !events_.requests.empty() || !events_.cancels.empty() ||
+               !events_.results.empty();
     };
     if (wait) arrived_.wait(lock, something);
     Events taken = std::move(events_);

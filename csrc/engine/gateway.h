@@ -29,7 +29,8 @@ class Gateway {
     // The executor thread.
     void post_result(std::unique_ptr<BatchData> batch);
 
-    // The engine thread. With `wait`, blocks until there is something; it only waits when it has nothing to do.
+    // The engine thread. With `wait`, blocks until there is something; it only waits when it has nothing to
+    // do.
     Events pop(bool wait);
 
   private:

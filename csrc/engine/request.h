@@ -23,11 +23,16 @@ enum class Finish { None, Stop, Length, Cancelled, Error };
 
 inline const char* finish_name(Finish finish) {
     switch (finish) {
-        case Finish::None: return "";
-        case Finish::Stop: return "stop";
-        case Finish::Length: return "length";
-        case Finish::Cancelled: return "cancelled";
-        case Finish::Error: return "error";
+        case Finish::None:
+            return "";
+        case Finish::Stop:
+            return "stop";
+        case Finish::Length:
+            return "length";
+        case Finish::Cancelled:
+            return "cancelled";
+        case Finish::Error:
+            return "error";
     }
     return "";
 }
@@ -43,15 +48,15 @@ struct Output {
 };
 
 // A snapshot of the scheduler and the pools.
-#define TM_METRICS_FIELDS(X)          \
-    X(int64_t, waiting, 0)            \
-    X(int64_t, running, 0)            \
-    X(int64_t, total_blocks, 0)       \
-    X(int64_t, free_blocks, 0)        \
-    X(int64_t, steps, 0)              \
-    X(int64_t, prompt_tokens, 0)      \
-    X(int64_t, generated_tokens, 0)   \
-    X(int64_t, preemptions, 0)        \
+#define TM_METRICS_FIELDS(X)        \
+    X(int64_t, waiting, 0)          \
+    X(int64_t, running, 0)          \
+    X(int64_t, total_blocks, 0)     \
+    X(int64_t, free_blocks, 0)      \
+    X(int64_t, steps, 0)            \
+    X(int64_t, prompt_tokens, 0)    \
+    X(int64_t, generated_tokens, 0) \
+    X(int64_t, preemptions, 0)      \
     X(bool, healthy, true)
 
 struct Metrics {

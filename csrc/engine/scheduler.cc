@@ -74,7 +74,8 @@ void Scheduler::plan_required(int steps_in_flight) {
     }
 }
 
-// New prompts, first come first served, while their whole prompt fits and every running sequence keeps a spare block.
+// New prompts, first come first served, while their whole prompt fits and every running sequence keeps a
+// spare block.
 void Scheduler::plan_admissions() {
     drop_finished_waiting();
     int live = int(std::count_if(running_.begin(), running_.end(), [](Sequence* s) { return !s->finished; }));
@@ -104,7 +105,8 @@ std::unique_ptr<BatchData> Scheduler::commit() {
     batch->slices.reserve(plan_.size());
     for (const Planned& planned : plan_) {
         Sequence& sequence = *planned.sequence;
-        for (int i = 0; i < planned.new_blocks; ++i) sequence.blocks.push_back(std::make_shared<LogicalBlock>(pool_));
+        for (int i = 0; i < planned.new_blocks; ++i)
+            sequence.blocks.push_back(std::make_shared<LogicalBlock>(pool_));
         batch->slices.push_back(slice_of(sequence, planned.length));
     }
     return batch;
@@ -122,7 +124,8 @@ Slice Scheduler::slice_of(Sequence& sequence, int length) {
     slice.blocks.reserve(sequence.blocks.size());
     for (const auto& block : sequence.blocks) slice.blocks.push_back(block->cache_block());
     slice.sample = end == sequence.length() && sequence.wants_sample();
-    slice.return_logits = sequence.request.return_logits && sequence.logits_delivered < sequence.prompt_length() &&
+    slice.return_logits = sequence.request.return_logits &&
+                          sequence.logits_delivered < sequence.prompt_length() &&
                           slice.context < sequence.prompt_length();
     slice.sampling = sequence.request.sampling;
     sequence.scheduled = end;

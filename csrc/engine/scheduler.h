@@ -20,8 +20,8 @@ class Scheduler {
     // Null when unknown (finished and gone).
     Sequence* find(uint64_t id);
 
-    // The next step, or null when nothing can run now. Sequences are preempted only while no step is in flight,
-    // so that no kernel still reads the blocks they give up.
+    // The next step, or null when nothing can run now. Sequences are preempted only while no step is in
+    // flight, so that no kernel still reads the blocks they give up.
     std::unique_ptr<BatchData> schedule(int steps_in_flight);
 
     // Drops finished sequences that no step reads any more.

@@ -12,13 +12,13 @@ struct Sequence {
     explicit Sequence(Request r) : request(std::move(r)), tokens(request.token_ids) {}
 
     Request request;
-    std::vector<int> tokens;       // prompt, then what was generated and has arrived
-    int scheduled = 0;             // tokens whose keys and values are in the cache or in a step in flight
-    int samples_in_flight = 0;     // tokens sampled in steps whose result has not arrived
-    int steps_in_flight = 0;       // steps that read this sequence's blocks
-    int slot = -1;                 // set while it runs
-    int logits_delivered = 0;      // prompt positions whose logits the client has
-    bool finished = false;         // its last output was sent; it leaves when no step reads its blocks
+    std::vector<int> tokens;    // prompt, then what was generated and has arrived
+    int scheduled = 0;          // tokens whose keys and values are in the cache or in a step in flight
+    int samples_in_flight = 0;  // tokens sampled in steps whose result has not arrived
+    int steps_in_flight = 0;    // steps that read this sequence's blocks
+    int slot = -1;              // set while it runs
+    int logits_delivered = 0;   // prompt positions whose logits the client has
+    bool finished = false;      // its last output was sent; it leaves when no step reads its blocks
     std::vector<BlockRef> blocks;
 
     uint64_t id() const { return request.id; }

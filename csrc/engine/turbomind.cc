@@ -15,8 +15,8 @@ const Config& checked(const Config& config) {
 
 }  // namespace
 
-Turbomind::Turbomind(const ModelConfig& model, const std::vector<TensorRef>& tensors, const EngineConfig& config,
-                     Engine::OnOutputs on_outputs)
+Turbomind::Turbomind(const ModelConfig& model, const std::vector<TensorRef>& tensors,
+                     const EngineConfig& config, Engine::OnOutputs on_outputs)
     : model_(checked(model)),
       config_(checked(config)),
       weights_(model_, tensors),

@@ -19,7 +19,8 @@ double uniform(uint64_t seed, uint64_t position) {
     return double(mix(mix(seed) ^ mix(position + 0x632be59bd9b4e019ull)) >> 11) * 0x1.0p-53;
 }
 
-BatchData::Sample Sampler::sample(const float* logits, int vocab, const SamplingParams& params, uint64_t position) {
+BatchData::Sample Sampler::sample(const float* logits, int vocab, const SamplingParams& params,
+                                  uint64_t position) {
     int best = 0;
     bool finite = true;
     for (int i = 0; i < vocab; ++i) {
@@ -50,7 +51,8 @@ BatchData::Sample Sampler::sample(const float* logits, int vocab, const Sampling
     const auto at = [&](size_t i) -> const Candidate& {
         if (i >= sorted) {
             const size_t end = std::min(candidates_.size(), std::max<size_t>(64, 2 * sorted));
-            std::partial_sort(candidates_.begin() + sorted, candidates_.begin() + end, candidates_.end(), greater);
+            std::partial_sort(candidates_.begin() + sorted, candidates_.begin() + end, candidates_.end(),
+                              greater);
             sorted = end;
         }
         return candidates_[i];

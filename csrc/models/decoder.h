@@ -19,7 +19,8 @@ class Decoder {
   private:
     const Weights& weights_;
     Backend& backend_;
-    // residual [T, H], normed [T, H], qkv [T, (Nq+2Nkv)D], attention [T, NqD], delta [T, H], gate_up [T, 2I], hidden [T, I]
+    // residual [T, H], normed [T, H], qkv [T, (Nq+2Nkv)D], attention [T, NqD], delta [T, H], gate_up [T, 2I],
+    // hidden [T, I]
     std::unique_ptr<Buffer> residual_, normed_, qkv_, attention_, delta_, gate_up_, hidden_;
 };
 

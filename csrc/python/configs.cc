@@ -22,10 +22,15 @@ void register_configs(py::module_& m) {
     bind_fields<EngineConfig>(engine);
 
     py::class_<TensorRef>(m, "TensorRef", "Where a store's tensor lies.")
-        .def(py::init([](std::string name, std::string layout, const std::string& dtype, std::vector<int64_t> shape,
-                         std::string path, size_t offset, size_t nbytes) {
-                 return TensorRef{std::move(name), std::move(layout), parse_dtype(dtype), std::move(shape),
-                                  std::move(path), offset, nbytes};
+        .def(py::init([](std::string name, std::string layout, const std::string& dtype,
+                         std::vector<int64_t> shape, std::string path, size_t offset, size_t nbytes) {
+                 return TensorRef{std::move(name),
+                                  std::move(layout),
+                                  parse_dtype(dtype),
+                                  std::move(shape),
+                                  std::move(path),
+                                  offset,
+                                  nbytes};
              }),
              py::arg("name"), py::arg("layout"), py::arg("dtype"), py::arg("shape"), py::arg("path"),
              py::arg("offset"), py::arg("nbytes"))

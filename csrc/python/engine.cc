@@ -15,14 +15,14 @@ namespace {
 
 // A request's fields as Python names them.
 struct RequestFields {
-#define TM_REQUEST_FIELDS(X)                  \
-    X(std::vector<int>, token_ids, {})        \
-    X(int, max_new_tokens, 0)                 \
-    X(float, temperature, 0.f)                \
-    X(int, top_k, 0)                          \
-    X(float, top_p, 1.f)                      \
-    X(uint64_t, seed, 0)                      \
-    X(std::vector<int>, stop_token_ids, {})   \
+#define TM_REQUEST_FIELDS(X)                \
+    X(std::vector<int>, token_ids, {})      \
+    X(int, max_new_tokens, 0)               \
+    X(float, temperature, 0.f)              \
+    X(int, top_k, 0)                        \
+    X(float, top_p, 1.f)                    \
+    X(uint64_t, seed, 0)                    \
+    X(std::vector<int>, stop_token_ids, {}) \
     X(bool, return_logits, false)
 #define TM_DECLARE_FIELD(type, name, value) type name = value;
     TM_REQUEST_FIELDS(TM_DECLARE_FIELD)
@@ -94,8 +94,8 @@ void register_engine(py::module_& m) {
         .def_property_readonly("logits", &logits_array);
 
     py::class_<Turbomind>(m, "Engine", "Weights, cache and the engine's threads.")
-        .def(py::init([](const ModelConfig& model, const std::vector<TensorRef>& tensors, const EngineConfig& config,
-                         py::function on_outputs) {
+        .def(py::init([](const ModelConfig& model, const std::vector<TensorRef>& tensors,
+                         const EngineConfig& config, py::function on_outputs) {
                  const Listener listener(std::move(on_outputs));
                  const py::gil_scoped_release release;
                  return std::make_unique<Turbomind>(model, tensors, config, listener);
@@ -103,12 +103,16 @@ void register_engine(py::module_& m) {
              py::arg("model"), py::arg("tensors"), py::arg("config"), py::arg("on_outputs"))
         .def(
             "submit",
-            [](Turbomind& self, const RequestFields& fields) { return self.engine().submit(fields.request()); },
+            [](Turbomind& self, const RequestFields& fields) {
+                return self.engine().submit(fields.request());
+            },
             py::arg("request"))
         .def(
             "cancel", [](Turbomind& self, uint64_t id) { self.engine().cancel(id); }, py::arg("request_id"))
         .def("metrics", [](Turbomind& self) { return self.engine().metrics(); })
-        .def("close", [](Turbomind& self) { self.engine().close(); }, py::call_guard<py::gil_scoped_release>());
+        .def(
+            "close", [](Turbomind& self) { self.engine().close(); },
+            py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace turbomill::python

@@ -1,4 +1,6 @@
 // Single kernels on numpy arrays, so that tests can hold each against a reference.
+#include "kernels/cpu/kernels.h"
+
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
@@ -9,7 +11,6 @@
 
 #include "core/thread_pool.h"
 #include "kernels/cpu/attention.h"
-#include "kernels/cpu/kernels.h"
 #include "kernels/cpu/kv_cache.h"
 #include "kernels/cpu/linear.h"
 #include "kernels/sampling.h"
@@ -38,8 +39,8 @@ Floats run_linear(const Linear& w, const Floats& x, const std::string& isa, int 
     return y;
 }
 
-Floats dense_linear(const Floats& x, const py::array& w, const std::string& dtype, const std::vector<float>& bias,
-                    const std::string& isa, int threads) {
+Floats dense_linear(const Floats& x, const py::array& w, const std::string& dtype,
+                    const std::vector<float>& bias, const std::string& isa, int threads) {
     Linear linear;
     linear.n = int(w.shape(0));
     linear.k = int(w.shape(1));
@@ -50,9 +51,11 @@ Floats dense_linear(const Floats& x, const py::array& w, const std::string& dtyp
     return run_linear(linear, x, isa, threads);
 }
 
-Floats w4_linear(const Floats& x, const Bytes& codes, const Bits16& scales, const std::optional<Bits16>& zeros, int n,
-                 int k, const std::string& dtype, const std::string& isa, int threads) {
-    require(codes.ndim() == 5 && scales.ndim() == 3, "codes must be [N/64, K/64, 4, 32, 16], scales [N/64, G, 64]");
+Floats w4_linear(const Floats& x, const Bytes& codes, const Bits16& scales,
+                 const std::optional<Bits16>& zeros, int n, int k, const std::string& dtype,
+                 const std::string& isa, int threads) {
+    require(codes.ndim() == 5 && scales.ndim() == 3,
+            "codes must be [N/64, K/64, 4, 32, 16], scales [N/64, G, 64]");
     Linear linear;
     linear.n = n;
     linear.k = k;
@@ -70,7 +73,8 @@ Floats rms_norm(const Floats& x, const Floats& w, float eps, const std::string& 
     const py::ssize_t h = x.shape(1);
     Floats y({x.shape(0), h});
     for (py::ssize_t row = 0; row < x.shape(0); ++row)
-        cpu::kernels(isa.c_str()).rms_norm(x.data() + row * h, w.data(), y.mutable_data() + row * h, int(h), eps);
+        cpu::kernels(isa.c_str())
+            .rms_norm(x.data() + row * h, w.data(), y.mutable_data() + row * h, int(h), eps);
     return y;
 }
 
@@ -103,13 +107,14 @@ py::tuple kv_roundtrip(const Floats& x, int bits, const std::string& isa) {
     for (py::ssize_t r = 0; r < rows; ++r) {
         k.kv_quantize(bits, x.data() + r * d, int(d), codes.mutable_data() + r * d * bits / 8,
                       params.mutable_data() + 2 * r);
-        k.kv_dequantize(bits, codes.data() + r * d * bits / 8, params.data() + 2 * r, int(d), y.mutable_data() + r * d);
+        k.kv_dequantize(bits, codes.data() + r * d * bits / 8, params.data() + 2 * r, int(d),
+                        y.mutable_data() + r * d);
     }
     return py::make_tuple(codes, params, y);
 }
 
-// Causal attention of the last rows of qkv [T, (Nq + 2 Nkv) D] over all T keys and values, through a paged cache
-// whose blocks are handed out in reverse. Queries of the first `context` rows are not computed.
+// Causal attention of the last rows of qkv [T, (Nq + 2 Nkv) D] over all T keys and values, through a paged
+// cache whose blocks are handed out in reverse. Queries of the first `context` rows are not computed.
 Floats attention(const Floats& qkv, int num_heads, int num_kv_heads, int head_dim, int context, int block_len,
                  int quant_policy, const std::string& cache_dtype, const std::string& isa, int threads) {
     ModelConfig model;
@@ -135,12 +140,13 @@ Floats attention(const Floats& qkv, int num_heads, int num_kv_heads, int head_di
     for (int t = 0; t < tokens; ++t) {
         for (int value = 0; value < 2; ++value) {
             for (int head = 0; head < num_kv_heads; ++head) {
-                const float* source =
-                    qkv.data() + int64_t(t) * model.qkv_dim() + (num_heads + value * num_kv_heads + head) * head_dim;
+                const float* source = qkv.data() + int64_t(t) * model.qkv_dim() +
+                                      (num_heads + value * num_kv_heads + head) * head_dim;
                 const int block = slice.blocks[t / block_len], place = t % block_len;
                 uint8_t* target = cache.rows(block, 0, value, head) + place * layout.row_bytes;
                 if (layout.quantized()) {
-                    k.kv_quantize(layout.bits, source, head_dim, target, cache.params(block, 0, value, head) + 2 * place);
+                    k.kv_quantize(layout.bits, source, head_dim, target,
+                                  cache.params(block, 0, value, head) + 2 * place);
                 } else {
                     k.from_float(layout.dtype, source, target, head_dim);
                 }
@@ -155,8 +161,10 @@ Floats attention(const Floats& qkv, int num_heads, int num_kv_heads, int head_di
     return out;
 }
 
-int sample(const Floats& logits, float temperature, int top_k, float top_p, uint64_t seed, uint64_t position) {
-    const auto result = Sampler().sample(logits.data(), int(logits.size()), {temperature, top_k, top_p, seed}, position);
+int sample(const Floats& logits, float temperature, int top_k, float top_p, uint64_t seed,
+           uint64_t position) {
+    const auto result =
+        Sampler().sample(logits.data(), int(logits.size()), {temperature, top_k, top_p, seed}, position);
     if (!result.finite) throw std::invalid_argument("the logits are not finite");
     return result.token;
 }
@@ -164,17 +172,19 @@ int sample(const Floats& logits, float temperature, int top_k, float top_p, uint
 }  // namespace
 
 void register_kernels(py::module_& parent) {
-    py::module_ m = parent.def_submodule("kernels", "Single CPU kernels on numpy arrays, for tests and benchmarks.");
+    py::module_ m =
+        parent.def_submodule("kernels", "Single CPU kernels on numpy arrays, for tests and benchmarks.");
     m.def("dense_linear", &dense_linear, py::arg("x"), py::arg("w"), py::arg("dtype"),
           py::arg("bias") = std::vector<float>(), py::arg("isa") = "", py::arg("threads") = 1);
-    m.def("w4_linear", &w4_linear, py::arg("x"), py::arg("codes"), py::arg("scales"), py::arg("zeros"), py::arg("n"),
-          py::arg("k"), py::arg("dtype") = "float16", py::arg("isa") = "", py::arg("threads") = 1);
+    m.def("w4_linear", &w4_linear, py::arg("x"), py::arg("codes"), py::arg("scales"), py::arg("zeros"),
+          py::arg("n"), py::arg("k"), py::arg("dtype") = "float16", py::arg("isa") = "",
+          py::arg("threads") = 1);
     m.def("rms_norm", &rms_norm, py::arg("x"), py::arg("w"), py::arg("eps"), py::arg("isa") = "");
     m.def("rope", &rope, py::arg("x"), py::arg("cos"), py::arg("sin"), py::arg("isa") = "");
     m.def("silu_gate", &silu_gate, py::arg("gate_up"), py::arg("isa") = "");
     m.def("kv_roundtrip", &kv_roundtrip, py::arg("x"), py::arg("bits"), py::arg("isa") = "");
-    m.def("attention", &attention, py::arg("qkv"), py::arg("num_heads"), py::arg("num_kv_heads"), py::arg("head_dim"),
-          py::arg("context"), py::arg("block_len") = 64, py::arg("quant_policy") = 0,
+    m.def("attention", &attention, py::arg("qkv"), py::arg("num_heads"), py::arg("num_kv_heads"),
+          py::arg("head_dim"), py::arg("context"), py::arg("block_len") = 64, py::arg("quant_policy") = 0,
           py::arg("cache_dtype") = "float32", py::arg("isa") = "", py::arg("threads") = 1);
     m.def("sample", &sample, py::arg("logits"), py::arg("temperature"), py::arg("top_k"), py::arg("top_p"),
           py::arg("seed"), py::arg("position"));

@@ -13,13 +13,13 @@ template <class Struct>
 struct Fields;
 
 // FIELDS is the struct's X-macro; TM_FIELD_OF_<Struct> must expand one entry to f(#name, &Struct::name);
-#define TM_REFLECT(Struct, FIELDS)        \
-    template <>                           \
-    struct Fields<Struct> {               \
-        template <class F>                \
-        static void each(F&& f) {         \
-            FIELDS(TM_FIELD_OF_##Struct)  \
-        }                                 \
+#define TM_REFLECT(Struct, FIELDS)       \
+    template <>                          \
+    struct Fields<Struct> {              \
+        template <class F>               \
+        static void each(F&& f) {        \
+            FIELDS(TM_FIELD_OF_##Struct) \
+        }                                \
     };
 
 template <class Struct, class Class>
@@ -47,7 +47,7 @@ void bind_fields(Class& cls) {
     Fields<Struct>::each([&](const char* name, auto member) { cls.def_readwrite(name, member); });
     cls.def("to_dict", [](const Struct& value) {
         py::dict fields;
-        Fields<Struct>::each(    [&](const char* name, auto member) { fields[name] = value.*member; });
+        Fields<Struct>::each([&](const char* name, auto member) { fields[name] = value.*member; });
         return fields;
     });
 }

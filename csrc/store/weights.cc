@@ -16,7 +16,9 @@ namespace {
 
 constexpr int kTile = 64;
 
-[[noreturn]] void fail(const std::string& message) { throw std::runtime_error(message); }
+[[noreturn]] void fail(const std::string& message) {
+    throw std::runtime_error(message);
+}
 
 std::string shape_text(const std::vector<int64_t>& shape) {
     std::string text = "[";
@@ -45,7 +47,9 @@ MappedFile::MappedFile(const std::string& path) {
     data_ = static_cast<const uint8_t*>(mapped);
 }
 
-MappedFile::~MappedFile() { munmap(const_cast<uint8_t*>(data_), size_); }
+MappedFile::~MappedFile() {
+    munmap(const_cast<uint8_t*>(data_), size_);
+}
 
 Weights::Weights(const ModelConfig& c, const std::vector<TensorRef>& tensors) {
     for (const auto& tensor : tensors) tensors_.emplace(tensor.name, tensor);
@@ -79,15 +83,18 @@ const uint8_t* Weights::view(const TensorRef& tensor) {
     if (!file) file = std::make_unique<MappedFile>(tensor.path);
     size_t bytes = dtype_bytes(tensor.dtype);
     for (const int64_t extent : tensor.shape) bytes *= size_t(extent);
-    if (bytes != tensor.nbytes) fail(tensor.name + ": " + std::to_string(tensor.nbytes) + " bytes, expected " +
-                                     std::to_string(bytes) + " for shape " + shape_text(tensor.shape));
+    if (bytes != tensor.nbytes)
+        fail(tensor.name + ": " + std::to_string(tensor.nbytes) + " bytes, expected " +
+             std::to_string(bytes) + " for shape " + shape_text(tensor.shape));
     if (tensor.offset > file->size() || tensor.nbytes > file->size() - tensor.offset)
         fail(tensor.name + ": reaches past the end of " + tensor.path);
     return file->data() + tensor.offset;
 }
 
-void Weights::require_shape(const TensorRef& tensor, const std::string& layout, std::vector<int64_t> shape) const {
-    if (tensor.layout != layout) fail(tensor.name + ": layout '" + tensor.layout + "', expected '" + layout + "'");
+void Weights::require_shape(const TensorRef& tensor, const std::string& layout,
+                            std::vector<int64_t> shape) const {
+    if (tensor.layout != layout)
+        fail(tensor.name + ": layout '" + tensor.layout + "', expected '" + layout + "'");
     if (tensor.shape != shape)
         fail(tensor.name + ": shape " + shape_text(tensor.shape) + ", expected " + shape_text(shape));
 }
@@ -100,10 +107,19 @@ std::vector<float> Weights::vector(const std::string& name, int length) {
     for (int i = 0; i < length; ++i) {
         uint16_t half;
         switch (tensor.dtype) {
-            case DType::F32: std::memcpy(&out[i], data + 4 * i, 4); break;
-            case DType::F16: std::memcpy(&half, data + 2 * i, 2); out[i] = f16_to_float(half); break;
-            case DType::BF16: std::memcpy(&half, data + 2 * i, 2); out[i] = bf16_to_float(half); break;
-            case DType::U8: fail(name + ": a vector of bytes");
+            case DType::F32:
+                std::memcpy(&out[i], data + 4 * i, 4);
+                break;
+            case DType::F16:
+                std::memcpy(&half, data + 2 * i, 2);
+                out[i] = f16_to_float(half);
+                break;
+            case DType::BF16:
+                std::memcpy(&half, data + 2 * i, 2);
+                out[i] = bf16_to_float(half);
+                break;
+            case DType::U8:
+                fail(name + ": a vector of bytes");
         }
     }
     return out;
@@ -130,7 +146,8 @@ Linear Weights::linear(const std::string& prefix, int n, int k) {
     if (scales.shape.size() != 3) fail(scales.name + ": shape " + shape_text(scales.shape));
     w.groups = int(scales.shape[1]);
     require_shape(scales, "group.n64", {n_tiles, w.groups, kTile});
-    if (w.groups < 1 || w.k_tiles * kTile % w.groups) fail(scales.name + ": " + std::to_string(w.groups) + " groups do not divide K");
+    if (w.groups < 1 || w.k_tiles * kTile % w.groups)
+        fail(scales.name + ": " + std::to_string(w.groups) + " groups do not divide K");
     w.group = w.k_tiles * kTile / w.groups;
     if (w.group % 32 || (w.group != 32 && w.group % kTile))
         fail(scales.name + ": group " + std::to_string(w.group) + " is not 32 or a multiple of 64");

@@ -39,16 +39,16 @@ struct TensorRef {
 
 // A linear's weight as stored. Exactly one of `dense` and `codes` is set.
 struct Linear {
-    int n = 0, k = 0;               // logical sizes
-    const void* dense = nullptr;    // [N, K] in `dtype`
-    const uint8_t* codes = nullptr; // [N/64, K/64, 2048]
-    const void* scales = nullptr;   // [N/64, G, 64] in `dtype`, pair order
-    const void* zeros = nullptr;    // as scales; null means 8
+    int n = 0, k = 0;                // logical sizes
+    const void* dense = nullptr;     // [N, K] in `dtype`
+    const uint8_t* codes = nullptr;  // [N/64, K/64, 2048]
+    const void* scales = nullptr;    // [N/64, G, 64] in `dtype`, pair order
+    const void* zeros = nullptr;     // as scales; null means 8
     DType dtype = DType::F32;
-    int group = 0;                  // rows of K that share a scale
-    int k_tiles = 0;                // K/64 as stored
-    int groups = 0;                 // G as stored
-    std::vector<float> bias;        // [N] or empty
+    int group = 0;            // rows of K that share a scale
+    int k_tiles = 0;          // K/64 as stored
+    int groups = 0;           // G as stored
+    std::vector<float> bias;  // [N] or empty
 };
 
 struct DecoderLayer {
@@ -62,8 +62,8 @@ class Weights {
   public:
     Weights(const ModelConfig& config, const std::vector<TensorRef>& tensors);
 
-    Linear embedding;  // dense [V, H]
-    Linear output;     // dense or quantized [V, H]; the embedding when tied
+    Linear embedding;                  // dense [V, H]
+    Linear output;                     // dense or quantized [V, H]; the embedding when tied
     std::vector<float> norm;           // [H]
     std::vector<float> rope_inv_freq;  // [D_rot/2]
     std::vector<DecoderLayer> layers;

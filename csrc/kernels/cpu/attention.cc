@@ -38,8 +38,8 @@ void Attention::operator()(int layer, const BatchData& batch, const std::vector<
         // Last tiles first: they see the most keys, and short ones fill the end.
         const Tile& t = tiles_[tiles_.size() - 1 - task / heads];
         const int64_t row = first[t.slice] + t.begin;
-        tile(layer, batch.slices[t.slice], t, task % heads, qkv + row * model_.qkv_dim(), out + row * model_.q_dim(),
-             scratch_[worker]);
+        tile(layer, batch.slices[t.slice], t, task % heads, qkv + row * model_.qkv_dim(),
+             out + row * model_.q_dim(), scratch_[worker]);
     });
 }
 
@@ -62,7 +62,8 @@ void Attention::tile(int layer, const Slice& slice, const Tile& t, int head, con
         const int count = std::min(block_len, end - begin), block = slice.blocks[begin / block_len];
         const float* keys = load(layer, block, 0, head, count, s.keys);
         if (rows <= kMaxRows) {
-            k_.linear_dense(DType::F32, keys, s.query.data(), d, s.scores.data(), block_len, rows, d, 0, count);
+            k_.linear_dense(DType::F32, keys, s.query.data(), d, s.scores.data(), block_len, rows, d, 0,
+                            count);
         } else {
             gemm_nt(rows, count, d, s.query.data(), d, keys, d, s.scores.data(), block_len);
         }
@@ -75,7 +76,8 @@ void Attention::tile(int layer, const Slice& slice, const Tile& t, int head, con
             std::fill(scores + seen, scores + count, 0.f);
             if (rows <= kMaxRows) k_.weighted_sum(scores, values, seen, d, acc);
         }
-        if (rows > kMaxRows) gemm_nn_add(rows, d, count, s.scores.data(), block_len, values, d, s.acc.data(), d);
+        if (rows > kMaxRows)
+            gemm_nn_add(rows, d, count, s.scores.data(), block_len, values, d, s.acc.data(), d);
     }
     for (int r = 0; r < rows; ++r) {
         float* o = out + int64_t(r / group) * model_.q_dim() + (head * group + r % group) * d;
@@ -84,7 +86,8 @@ void Attention::tile(int layer, const Slice& slice, const Tile& t, int head, con
     }
 }
 
-const float* Attention::load(int layer, int block, int value, int head, int count, std::vector<float>& scratch) const {
+const float* Attention::load(int layer, int block, int value, int head, int count,
+                             std::vector<float>& scratch) const {
     const CacheLayout& layout = cache_.layout;
     const uint8_t* rows = cache_.rows(block, layer, value, head);
     if (layout.quantized()) {

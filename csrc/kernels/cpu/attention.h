@@ -15,7 +15,8 @@ class Attention {
     Attention(const ModelConfig& model, const Kernels& kernels, const KvCache& cache, ThreadPool& pool);
 
     // qkv [T, (Nq + 2 Nkv) D] with rotated queries; out [T, Nq D]. Slice i's tokens start at row first[i].
-    void operator()(int layer, const BatchData& batch, const std::vector<int>& first, const float* qkv, float* out);
+    void operator()(int layer, const BatchData& batch, const std::vector<int>& first, const float* qkv,
+                    float* out);
 
   private:
     struct Scratch {
@@ -26,9 +27,12 @@ class Attention {
         int slice, begin, count;
     };
 
-    void tile(int layer, const Slice& slice, const Tile& tile, int head, const float* qkv, float* out, Scratch& s);
-    // Tokens [0, count) of a block as fp32 [count, D]: a copy in `scratch`, or the cache itself when it is fp32.
-    const float* load(int layer, int block, int value, int head, int count, std::vector<float>& scratch) const;
+    void tile(int layer, const Slice& slice, const Tile& tile, int head, const float* qkv, float* out,
+              Scratch& s);
+    // Tokens [0, count) of a block as fp32 [count, D]: a copy in `scratch`, or the cache itself when it is
+    // fp32.
+    const float* load(int layer, int block, int value, int head, int count,
+                      std::vector<float>& scratch) const;
 
     const ModelConfig& model_;
     const Kernels& k_;

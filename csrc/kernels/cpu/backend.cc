@@ -15,11 +15,14 @@ class HostBuffer : public Buffer {
     std::vector<float> values_;
 };
 
-float* floats(Buffer& buffer) { return static_cast<float*>(buffer.data()); }
+float* floats(Buffer& buffer) {
+    return static_cast<float*>(buffer.data());
+}
 
 }  // namespace
 
-CpuBackend::CpuBackend(const ModelConfig& model, const EngineConfig& config, const std::vector<float>& inv_freq)
+CpuBackend::CpuBackend(const ModelConfig& model, const EngineConfig& config,
+                       const std::vector<float>& inv_freq)
     : model_(model),
       config_(config),
       k_(kernels()),
@@ -85,7 +88,8 @@ void CpuBackend::embed(Buffer& x) {
 void CpuBackend::rms_norm(Buffer& x, const std::vector<float>& weight, Buffer& y) {
     const int h = model_.hidden_size;
     for_rows(tokens_, [&](int t) {
-        k_.rms_norm(floats(x) + int64_t(t) * h, weight.data(), floats(y) + int64_t(t) * h, h, model_.norm_eps);
+        k_.rms_norm(floats(x) + int64_t(t) * h, weight.data(), floats(y) + int64_t(t) * h, h,
+                    model_.norm_eps);
     });
 }
 
@@ -98,7 +102,9 @@ void CpuBackend::add_rms_norm(Buffer& delta, Buffer& x, const std::vector<float>
     });
 }
 
-void CpuBackend::linear(const Linear& w, Buffer& x, Buffer& y) { linear_(w, floats(x), tokens_, floats(y)); }
+void CpuBackend::linear(const Linear& w, Buffer& x, Buffer& y) {
+    linear_(w, floats(x), tokens_, floats(y));
+}
 
 void CpuBackend::rope_and_cache(int layer, Buffer& qkv) {
     const int d = model_.head_dim, half = int(cos_.size() / config_.session_len);
@@ -108,7 +114,8 @@ void CpuBackend::rope_and_cache(int layer, Buffer& qkv) {
         const int position = positions_[t];
         const float* cos = cos_.data() + int64_t(position) * half;
         const float* sin = sin_.data() + int64_t(position) * half;
-        for (int head = 0; head < model_.num_heads + model_.num_kv_heads; ++head) k_.rope(row + head * d, cos, sin, half);
+        for (int head = 0; head < model_.num_heads + model_.num_kv_heads; ++head)
+            k_.rope(row + head * d, cos, sin, half);
         const int block = batch_->slices[row_slice_[t]].blocks[position / layout.block_len];
         const int place = position % layout.block_len;
         for (int value = 0; value < 2; ++value) {
@@ -116,7 +123,8 @@ void CpuBackend::rope_and_cache(int layer, Buffer& qkv) {
                 const float* source = row + (model_.num_heads + value * model_.num_kv_heads + head) * d;
                 uint8_t* target = cache_.rows(block, layer, value, head) + place * layout.row_bytes;
                 if (layout.quantized()) {
-                    k_.kv_quantize(layout.bits, source, d, target, cache_.params(block, layer, value, head) + 2 * place);
+                    k_.kv_quantize(layout.bits, source, d, target,
+                                   cache_.params(block, layer, value, head) + 2 * place);
                 } else {
                     k_.from_float(layout.dtype, source, target, d);
                 }
@@ -131,7 +139,9 @@ void CpuBackend::attention(int layer, Buffer& qkv, Buffer& out) {
 
 void CpuBackend::silu_gate(Buffer& gate_up, Buffer& out) {
     const int64_t inter = model_.intermediate_size;
-    for_rows(tokens_, [&](int t) { k_.silu_gate(floats(gate_up) + t * 2 * inter, floats(out) + t * inter, int(inter)); });
+    for_rows(tokens_, [&](int t) {
+        k_.silu_gate(floats(gate_up) + t * 2 * inter, floats(out) + t * inter, int(inter));
+    });
 }
 
 void CpuBackend::finish(Buffer& delta, Buffer& x, const std::vector<float>& norm, const Linear& head,

@@ -46,14 +46,14 @@ class CpuBackend : public Backend {
     LinearRunner linear_;
     Attention attention_;
     const Linear* embedding_ = nullptr;
-    std::vector<Sampler> samplers_;     // per worker
-    std::vector<float> cos_, sin_;      // [session_len, D/2]
-    std::vector<int> last_token_;       // per slot
+    std::vector<Sampler> samplers_;  // per worker
+    std::vector<float> cos_, sin_;   // [session_len, D/2]
+    std::vector<int> last_token_;    // per slot
 
     // The current step.
     const BatchData* batch_ = nullptr;
     int tokens_ = 0;
-    std::vector<int> first_;      // slice -> its first row
+    std::vector<int> first_;                              // slice -> its first row
     std::vector<int> token_ids_, positions_, row_slice_;  // [T]
     std::vector<float> normed_, logits_;
 };

@@ -1,10 +1,9 @@
-// The inner loops of kernels.h. CMake compiles this file once per instruction set, with TM_ISA naming the set.
-// It must not instantiate templates or inline functions shared with other files (the linker would keep one
-// copy, compiled for the wrong CPU), so it uses raw pointers and plain loops only.
-#include "kernels/cpu/kernels.h"
-
+// The inner loops of kernels.h. CMake compiles this file once per instruction set, with TM_ISA naming the
+// set. It must not instantiate templates or inline functions shared with other files (the linker would keep
+// one copy, compiled for the wrong CPU), so it uses raw pointers and plain loops only.
 #include <cmath>
 
+#include "kernels/cpu/kernels.h"
 #include "kernels/cpu/vec.h"
 
 #define TM_CONCAT_(a, b) a##b
@@ -20,17 +19,23 @@ using turbomill::cpu::W4;
 
 inline vf load_as(DType dtype, const void* base, int64_t i) {
     switch (dtype) {
-        case DType::F16: return load_f16(static_cast<const uint16_t*>(base) + i);
-        case DType::BF16: return load_bf16(static_cast<const uint16_t*>(base) + i);
-        default: return load(static_cast<const float*>(base) + i);
+        case DType::F16:
+            return load_f16(static_cast<const uint16_t*>(base) + i);
+        case DType::BF16:
+            return load_bf16(static_cast<const uint16_t*>(base) + i);
+        default:
+            return load(static_cast<const float*>(base) + i);
     }
 }
 
 inline float scalar_as(DType dtype, const void* base, int64_t i) {
     switch (dtype) {
-        case DType::F16: return f16_scalar(static_cast<const uint16_t*>(base)[i]);
-        case DType::BF16: return turbomill::bf16_to_float(static_cast<const uint16_t*>(base)[i]);
-        default: return static_cast<const float*>(base)[i];
+        case DType::F16:
+            return f16_scalar(static_cast<const uint16_t*>(base)[i]);
+        case DType::BF16:
+            return turbomill::bf16_to_float(static_cast<const uint16_t*>(base)[i]);
+        default:
+            return static_cast<const float*>(base)[i];
     }
 }
 
@@ -121,26 +126,37 @@ void dense_rows(const void* w, const float* x, int64_t ldx, float* y, int64_t ld
 }
 
 template <DType Type>
-void dense_typed(const void* w, const float* x, int64_t ldx, float* y, int64_t ldy, int rows, int k_dim, int n0,
-                 int n1) {
+void dense_typed(const void* w, const float* x, int64_t ldx, float* y, int64_t ldy, int rows, int k_dim,
+                 int n0, int n1) {
     switch (rows) {
-        case 1: return dense_rows<1, Type>(w, x, ldx, y, ldy, k_dim, n0, n1);
-        case 2: return dense_rows<2, Type>(w, x, ldx, y, ldy, k_dim, n0, n1);
-        case 3: return dense_rows<3, Type>(w, x, ldx, y, ldy, k_dim, n0, n1);
-        case 4: return dense_rows<4, Type>(w, x, ldx, y, ldy, k_dim, n0, n1);
-        case 5: return dense_rows<5, Type>(w, x, ldx, y, ldy, k_dim, n0, n1);
-        case 6: return dense_rows<6, Type>(w, x, ldx, y, ldy, k_dim, n0, n1);
-        case 7: return dense_rows<7, Type>(w, x, ldx, y, ldy, k_dim, n0, n1);
-        case 8: return dense_rows<8, Type>(w, x, ldx, y, ldy, k_dim, n0, n1);
+        case 1:
+            return dense_rows<1, Type>(w, x, ldx, y, ldy, k_dim, n0, n1);
+        case 2:
+            return dense_rows<2, Type>(w, x, ldx, y, ldy, k_dim, n0, n1);
+        case 3:
+            return dense_rows<3, Type>(w, x, ldx, y, ldy, k_dim, n0, n1);
+        case 4:
+            return dense_rows<4, Type>(w, x, ldx, y, ldy, k_dim, n0, n1);
+        case 5:
+            return dense_rows<5, Type>(w, x, ldx, y, ldy, k_dim, n0, n1);
+        case 6:
+            return dense_rows<6, Type>(w, x, ldx, y, ldy, k_dim, n0, n1);
+        case 7:
+            return dense_rows<7, Type>(w, x, ldx, y, ldy, k_dim, n0, n1);
+        case 8:
+            return dense_rows<8, Type>(w, x, ldx, y, ldy, k_dim, n0, n1);
     }
 }
 
 void linear_dense(DType dtype, const void* w, const float* x, int64_t ldx, float* y, int64_t ldy, int rows,
                   int k_dim, int n0, int n1) {
     switch (dtype) {
-        case DType::F16: return dense_typed<DType::F16>(w, x, ldx, y, ldy, rows, k_dim, n0, n1);
-        case DType::BF16: return dense_typed<DType::BF16>(w, x, ldx, y, ldy, rows, k_dim, n0, n1);
-        default: return dense_typed<DType::F32>(w, x, ldx, y, ldy, rows, k_dim, n0, n1);
+        case DType::F16:
+            return dense_typed<DType::F16>(w, x, ldx, y, ldy, rows, k_dim, n0, n1);
+        case DType::BF16:
+            return dense_typed<DType::BF16>(w, x, ldx, y, ldy, rows, k_dim, n0, n1);
+        default:
+            return dense_typed<DType::F32>(w, x, ldx, y, ldy, rows, k_dim, n0, n1);
     }
 }
 
@@ -166,7 +182,7 @@ struct SubTile {
     const uint8_t* codes;  // this sub-tile of the first K tile; the next is 2048 bytes on
     const void* scales;    // [groups, 64] of the tile of 64 rows
     const void* zeros;
-    int first;             // position of this sub-tile's 16 rows in the 64
+    int first;  // position of this sub-tile's 16 rows in the 64
 };
 
 inline SubTile sub_tile(const W4& w, int sub) {
@@ -261,14 +277,22 @@ void w4_rows(const W4& w, int sub, const float* permuted, float* y, int64_t ldy,
 template <DType Type>
 void w4_typed(const W4& w, int sub, const float* permuted, float* y, int64_t ldy, int rows, int n_count) {
     switch (rows) {
-        case 1: return w4_rows<1, Type>(w, sub, permuted, y, ldy, n_count);
-        case 2: return w4_rows<2, Type>(w, sub, permuted, y, ldy, n_count);
-        case 3: return w4_rows<3, Type>(w, sub, permuted, y, ldy, n_count);
-        case 4: return w4_rows<4, Type>(w, sub, permuted, y, ldy, n_count);
-        case 5: return w4_rows<5, Type>(w, sub, permuted, y, ldy, n_count);
-        case 6: return w4_rows<6, Type>(w, sub, permuted, y, ldy, n_count);
-        case 7: return w4_rows<7, Type>(w, sub, permuted, y, ldy, n_count);
-        case 8: return w4_rows<8, Type>(w, sub, permuted, y, ldy, n_count);
+        case 1:
+            return w4_rows<1, Type>(w, sub, permuted, y, ldy, n_count);
+        case 2:
+            return w4_rows<2, Type>(w, sub, permuted, y, ldy, n_count);
+        case 3:
+            return w4_rows<3, Type>(w, sub, permuted, y, ldy, n_count);
+        case 4:
+            return w4_rows<4, Type>(w, sub, permuted, y, ldy, n_count);
+        case 5:
+            return w4_rows<5, Type>(w, sub, permuted, y, ldy, n_count);
+        case 6:
+            return w4_rows<6, Type>(w, sub, permuted, y, ldy, n_count);
+        case 7:
+            return w4_rows<7, Type>(w, sub, permuted, y, ldy, n_count);
+        case 8:
+            return w4_rows<8, Type>(w, sub, permuted, y, ldy, n_count);
     }
 }
 
@@ -340,7 +364,8 @@ void kv_dequantize(int bits, const uint8_t* codes, const uint16_t* params, int d
     }
 }
 
-void softmax_step(float* scores, int count, float scale, float* max_so_far, float* sum_so_far, float* out, int d) {
+void softmax_step(float* scores, int count, float scale, float* max_so_far, float* sum_so_far, float* out,
+                  int d) {
     float top = *max_so_far;
     for (int i = 0; i < count; ++i) {
         scores[i] *= scale;
@@ -381,8 +406,9 @@ void weighted_sum(const float* p, const float* v, int count, int d, float* out) 
 namespace turbomill::cpu {
 
 extern const Kernels TM_CONCAT(kernels_, TM_ISA) = {
-    TM_STRING(TM_ISA), to_float,   from_float, rms_norm,    add,           rope,         silu_gate,    linear_dense,
-    permute_w4,        linear_w4,  dequant_w4, kv_quantize, kv_dequantize, softmax_step, weighted_sum,
+    TM_STRING(TM_ISA), to_float,     from_float,   rms_norm,  add,        rope,
+    silu_gate,         linear_dense, permute_w4,   linear_w4, dequant_w4, kv_quantize,
+    kv_dequantize,     softmax_step, weighted_sum,
 };
 
 }  // namespace turbomill::cpu

@@ -37,14 +37,15 @@ struct Kernels {
     void (*silu_gate)(const float* gate_up, float* out, int inter);
 
     // y[m * ldy + n] = sum_k x[m * ldx + k] * w[n * k_dim + k] for n in [n0, n1), m < rows <= kMaxRows
-    void (*linear_dense)(DType dtype, const void* w, const float* x, int64_t ldx, float* y, int64_t ldy, int rows,
-                         int k_dim, int n0, int n1);
+    void (*linear_dense)(DType dtype, const void* w, const float* x, int64_t ldx, float* y, int64_t ldy,
+                         int rows, int k_dim, int n0, int n1);
 
     // x [rows, k] to the order in which w4 codes lie: dst [rows, k_tiles * 64], zero-padded
     void (*permute_w4)(const float* x, int64_t ldx, float* dst, int rows, int k, int k_tiles);
     // 16 rows of the weight, sub-tile `sub` (= n / 16), against permuted activations [rows, k_tiles * 64];
     // writes y[m * ldy + i], i < n_count <= 16
-    void (*linear_w4)(const W4& w, int sub, const float* permuted, float* y, int64_t ldy, int rows, int n_count);
+    void (*linear_w4)(const W4& w, int sub, const float* permuted, float* y, int64_t ldy, int rows,
+                      int n_count);
     // 16 rows of the weight as fp32, columns in the order of permute_w4: dst [16, k_tiles * 64]
     void (*dequant_w4)(const W4& w, int sub, float* dst);
 

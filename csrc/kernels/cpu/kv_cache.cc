@@ -10,10 +10,11 @@ namespace turbomill::cpu {
 namespace {
 
 uint8_t* reserve(size_t bytes) {
-    void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void* data =
+        mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (data == MAP_FAILED)
-        throw std::runtime_error("the KV cache needs " + std::to_string(bytes) + " bytes: " + std::strerror(errno) +
-                                 "; lower cache_max_entry_count");
+        throw std::runtime_error("the KV cache needs " + std::to_string(bytes) +
+                                 " bytes: " + std::strerror(errno) + "; lower cache_max_entry_count");
     return static_cast<uint8_t*>(data);
 }
 
@@ -33,11 +34,14 @@ CacheLayout::CacheLayout(const ModelConfig& model, const EngineConfig& config)
     block_bytes = layer_bytes * model.num_layers;
 }
 
-void KvCache::Unmap::operator()(uint8_t* data) const { munmap(data, bytes); }
+void KvCache::Unmap::operator()(uint8_t* data) const {
+    munmap(data, bytes);
+}
 
 KvCache::KvCache(const ModelConfig& model, const EngineConfig& config)
     : layout(model, config),
-      data_(reserve(layout.block_bytes * config.cache_block_count), {layout.block_bytes * config.cache_block_count}) {}
+      data_(reserve(layout.block_bytes * config.cache_block_count),
+            {layout.block_bytes * config.cache_block_count}) {}
 
 uint8_t* KvCache::rows(int block, int layer, int value, int head) const {
     return data_.get() + block * layout.block_bytes + layer * layout.layer_bytes +

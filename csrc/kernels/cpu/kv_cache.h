@@ -15,12 +15,12 @@ namespace turbomill::cpu {
 struct CacheLayout {
     CacheLayout(const ModelConfig& model, const EngineConfig& config);
 
-    int bits;          // 16 or 32: plain; 8 or 4: codes
-    DType dtype;       // of a plain cache
+    int bits;     // 16 or 32: plain; 8 or 4: codes
+    DType dtype;  // of a plain cache
     int heads, head_dim, block_len;
-    size_t row_bytes;      // one token of one head
-    size_t head_bytes;     // P rows
-    size_t param_bytes;    // P parameter pairs of one head, 0 when plain
+    size_t row_bytes;    // one token of one head
+    size_t head_bytes;   // P rows
+    size_t param_bytes;  // P parameter pairs of one head, 0 when plain
     size_t layer_bytes;
     size_t block_bytes;
 

@@ -11,10 +11,14 @@ namespace {
 constexpr int kPanel = 192;  // rows of the weight a BLAS call sees: large enough to amortise its packing
 constexpr int kFew = 64;     // rows a small-batch task takes
 
-W4 w4_view(const Linear& w) { return {w.codes, w.scales, w.zeros, w.dtype, w.k_tiles, w.groups, w.group}; }
+W4 w4_view(const Linear& w) {
+    return {w.codes, w.scales, w.zeros, w.dtype, w.k_tiles, w.groups, w.group};
+}
 
 // Columns of a w4 weight are stored in an order of their own; activations are brought to it once per call.
-int stored_columns(const Linear& w) { return w.codes ? w.k_tiles * 64 : w.k; }
+int stored_columns(const Linear& w) {
+    return w.codes ? w.k_tiles * 64 : w.k;
+}
 
 }  // namespace
 
@@ -46,7 +50,8 @@ void LinearRunner::few_rows(const Linear& w, const float* x, int64_t ldx, int ro
     pool_.run(ceil_div(w.n, step), [&](int task, int) {
         const int n0 = task * step, n1 = std::min(w.n, n0 + step);
         if (w.codes) {
-            for (int n = n0; n < n1; n += 16) k_.linear_w4(view, n / 16, x, y + n, w.n, rows, std::min(16, n1 - n));
+            for (int n = n0; n < n1; n += 16)
+                k_.linear_w4(view, n / 16, x, y + n, w.n, rows, std::min(16, n1 - n));
         } else {
             k_.linear_dense(w.dtype, w.dense, x, ldx, y, w.n, rows, w.k, n0, n1);
         }
@@ -64,10 +69,11 @@ void LinearRunner::many_rows(const Linear& w, const float* x, int64_t ldx, int r
             auto& scratch = panels_[worker];
             scratch.resize(std::max(scratch.size(), size_t(step) * columns));
             if (w.codes) {
-                for (int n = n0; n < n1; n += 16) k_.dequant_w4(view, n / 16, scratch.data() + int64_t(n - n0) * columns);
+                for (int n = n0; n < n1; n += 16)
+                    k_.dequant_w4(view, n / 16, scratch.data() + int64_t(n - n0) * columns);
             } else {
-                k_.to_float(w.dtype, static_cast<const uint16_t*>(w.dense) + int64_t(n0) * w.k, scratch.data(),
-                            int64_t(n1 - n0) * w.k);
+                k_.to_float(w.dtype, static_cast<const uint16_t*>(w.dense) + int64_t(n0) * w.k,
+                            scratch.data(), int64_t(n1 - n0) * w.k);
             }
             panel = scratch.data();
         }

@@ -1,4 +1,5 @@
-// Linears on the CPU: few rows read the weight once through the inner loops, many rows go through BLAS panels.
+// Linears on the CPU: few rows read the weight once through the inner loops, many rows go through BLAS
+// panels.
 #pragma once
 
 #include <vector>
@@ -25,8 +26,8 @@ class LinearRunner {
 
     const Kernels& k_;
     ThreadPool& pool_;
-    std::vector<float> permuted_;               // activations in w4 order
-    std::vector<std::vector<float>> panels_;    // per worker: a panel of the weight in fp32
+    std::vector<float> permuted_;             // activations in w4 order
+    std::vector<std::vector<float>> panels_;  // per worker: a panel of the weight in fp32
 };
 
 }  // namespace turbomill::cpu

@@ -21,9 +21,15 @@ constexpr int kLanes = 16;
 // The same vector at any address: compilers turn a 64-byte memcpy into four 16-byte moves through the stack.
 typedef float vf_unaligned __attribute__((vector_size(64), aligned(4), may_alias));
 
-inline vf load(const float* p) { return *reinterpret_cast<const vf_unaligned*>(p); }
-inline void store(float* p, vf v) { *reinterpret_cast<vf_unaligned*>(p) = v; }
-inline vf splat(float x) { return vf{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
+inline vf load(const float* p) {
+    return *reinterpret_cast<const vf_unaligned*>(p);
+}
+inline void store(float* p, vf v) {
+    *reinterpret_cast<vf_unaligned*>(p) = v;
+}
+inline vf splat(float x) {
+    return vf{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x};
+}
 
 inline float sum(vf v) {
     // A fixed tree, so that every instruction set adds in the same order.
@@ -34,7 +40,9 @@ inline float sum(vf v) {
     return a[0];
 }
 
-inline vf max(vf a, vf b) { return a > b ? a : b; }
+inline vf max(vf a, vf b) {
+    return a > b ? a : b;
+}
 
 inline float max_lane(vf v) {
     float a[16];
