@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import glob
+from pathlib import Path
 
 import pytest
 import scipy_openblas64
 
 from turbomill import _core
 
-_core.load_blas(glob.glob(f"{scipy_openblas64.get_lib_dir()}/libscipy_openblas64_*.so")[0])
+_core.load_blas(str(Path(scipy_openblas64.get_lib_dir()) / scipy_openblas64.get_library(fullname=True)))
 
 
 @pytest.fixture(params=_core.cpu_features()["available"])

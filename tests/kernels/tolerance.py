@@ -1,10 +1,15 @@
-"""How far a result may lie from its fp64 reference. The tolerance belongs to the data format, not to the test."""
+"""How far a result may lie from its fp64 reference: the tolerance belongs to the data format, not to the test."""
 
 from __future__ import annotations
 
 import numpy as np
 
-RELATIVE = {"float32": 2e-6, "float16": 2e-6, "bfloat16": 2e-6, "w4": 2e-6}  # weights are exact, sums are fp32
+RELATIVE = {
+    "float32": 2e-6,
+    "float16": 2e-6,
+    "bfloat16": 2e-6,
+    "w4": 2e-6,
+}  # weights are exact, sums are fp32
 
 
 def assert_close(actual: np.ndarray, expected: np.ndarray, kind: str) -> None:

@@ -29,7 +29,15 @@ def test_dense(n: int, k: int, dtype: str, isa: str) -> None:
         tolerance.assert_close(y, reference.linear(x, w) + bias, dtype)
 
 
-W4_CASES = [(15, 64, 32), (64, 64, 64), (65, 128, 32), (80, 192, 64), (200, 256, 128), (16, 64, 64), (48, 256, 256)]
+W4_CASES = [
+    (15, 64, 32),
+    (64, 64, 64),
+    (65, 128, 32),
+    (80, 192, 64),
+    (200, 256, 128),
+    (16, 64, 64),
+    (48, 256, 256),
+]
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
