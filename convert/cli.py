@@ -25,14 +25,14 @@ def convert(model: str, dst_path: Path, force: bool, as_json: bool) -> None:
     MODEL is a Hugging Face directory (dense, AWQ gemm or GPTQ), a GGUF file, a hub name, or `demo`.
     """
     console.setup_logging()
-    from turbomill.convert.describe import describe, describe_store
+    from turbomill.convert.describe import describe_store
     from turbomill.convert.store import convert_checkpoint
 
     store = convert_checkpoint(model, dst_path, force=force)
     if as_json:
-        console.emit_json(describe_store(store))
+        console.emit_json(describe_store(store).to_dict())
     else:
-        console.stderr.print(describe(store.path).render(tensors=False))
+        console.stderr.print(describe_store(store).render(tensors=False))
 
 
 @click.command()

@@ -64,7 +64,7 @@ def make_linear() -> Callable[..., QuantLinear]:
 
 @pytest.fixture
 def quantized(tmp_path: Path) -> Callable[..., tuple[Path, dict[str, QuantLinear]]]:
-    """Replace a dense checkpoint's linears by random quantized ones; returns the directory and the linears."""
+    """Replace a dense checkpoint's linears by random quantized ones; returns the directory and those."""
 
     def make(
         dense: Path, form: WeightFormat, keep: tuple[str, ...] = ()

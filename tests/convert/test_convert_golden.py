@@ -1,0 +1,39 @@
+"""A store of every past format version loads for ever, and holds the weights it held."""
+
+import hashlib
+from pathlib import Path
+
+from turbomill.convert.store import open_store
+
+V1 = Path(__file__).parents[1] / "goldens" / "v1"
+# sha256 of the fp32 values: dequantized [N, K] for the linears, the tensor itself for the rest.
+V1_SUMS = {
+    "w_qkv": "d58553ffdc876d577172a6ce85906396a7a94fc5bb19bf0223664e8dc7d528a8",
+    "w_o": "9db8d0ea1782dd553ff6f697fc13f0996051e3d9843a82f6df74c5da43efe509",
+    "w_gate_up": "ba6935cc221268d9bd82b66051f6122037cd18c54c86abbb5b45764285c7c060",
+    "w_down": "d17dcc939c1a99f05751ecfbe370064cec75e90d14b525066d9bb74268e429fe",
+    "tok_embeddings.weight": "281e00dbbd8c492a65f77747b6505739326d5e005fc34924d979d48824f04306",
+    "rope.inv_freq": "dc0f132eed2f8955fe1077d0ccde8dd576d43efe05e3e8dbb806db0539a0c3eb",
+    "layers.0.attention_norm.weight": "2f20cd03c9cd392a406c56232b0ff93a15f6d6d7da79086bfa14f55d4a4031b0",
+    "layers.0.ffn_norm.weight": "2f20cd03c9cd392a406c56232b0ff93a15f6d6d7da79086bfa14f55d4a4031b0",
+    "layers.0.w_qkv.bias": "4950ba8111770de5f3c5e3d7d59be101a3ba7dc7f22e582090fe2736508110a7",
+    "layers.0.w_o.bias": "b175b08b058033533a4eabea5c3e4774bc8be7c987b628c0324beae12698c5b0",
+    "norm.weight": "2f20cd03c9cd392a406c56232b0ff93a15f6d6d7da79086bfa14f55d4a4031b0",
+    "output.weight": "b40b16dac71b739a7ad9b0983e8c02f7dbd0c1af887f0b62b4a87c9019abcf10",
+}
+
+
+def fp32_sum(tensor):
+    return hashlib.sha256(tensor.float().contiguous().numpy().tobytes()).hexdigest()
+
+
+def test_version_1():
+    store = open_store(V1)
+    assert store.manifest["format_version"] == 1 and store.verify() == []
+    assert (store.model["num_layers"], store.context_length, store.eos_token_ids) == (1, 256, [2])
+    linears = [name for name in V1_SUMS if name.startswith("w_")]
+    found = {name: fp32_sum(store.linear(f"layers.0.{name}").dequantize()) for name in linears}
+    found.update({name: fp32_sum(store.tensor(name)) for name in V1_SUMS if name not in linears})
+    assert found == V1_SUMS
+    quantized = {f"layers.0.{name}.{part}" for name in linears for part in ("qweight", "scales", "zeros")}
+    assert set(store.tensors) == set(V1_SUMS) - set(linears) | quantized
