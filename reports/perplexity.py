@@ -1,0 +1,66 @@
+"""`turbomill eval ppl`: perplexity, and the distance to the unquantized model."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from turbomill.engine.stores import open_model
+from turbomill.engine.turbomind import TurbomindEngine
+from turbomill.errors import TurbomillError
+from turbomill.reports.evaluation import (
+    EvalOptions,
+    References,
+    check_comparable,
+    describe_options,
+    find_reference,
+    load_eval_windows,
+    score,
+)
+from turbomill.reports.runs import Run, check_run_dir, model_card, new_run, save_run
+
+logger = logging.getLogger("turbomill.reports")
+
+
+def evaluate_ppl(
+    model: str,
+    options: EvalOptions,
+    *,
+    reference: str | None = None,
+    quant_policy: int = 0,
+    work_dir: Path | None = None,
+) -> Run:
+    """Score MODEL; with `work_dir`, leave the run there, also a failed one.
+
+    Without `reference`, the model that MODEL was quantized from is used where its makers recorded it.
+    """
+    if work_dir is not None:
+        check_run_dir(work_dir)
+    store = open_model(model)
+    reference = reference or find_reference(model, store)
+    if reference is None:
+        logger.info("no reference: perplexity only (give --reference for KL and top-1 agreement)")
+    reference_store = None if reference is None else open_model(reference)
+    if reference_store is not None:
+        check_comparable(store, reference_store)
+    cut = load_eval_windows(store, options)
+    run = new_run(
+        "ppl",
+        describe_options(options, quant_policy=quant_policy),
+        model=model_card(model, store),
+        reference=reference_store and model_card(str(reference), reference_store),
+        windows=cut.describe(),
+    )
+    try:
+        references = None if reference_store is None else References(reference_store, cut, options)
+        if references is not None:
+            references.prepare()
+        with TurbomindEngine(store, options.engine_config(quant_policy), reason="it is scored") as engine:
+            run = run.model_copy(update={"score": score(engine, cut, references, model)})
+    except TurbomillError as error:
+        run = run.model_copy(update={"status": "failed", "error": str(error)})
+        raise
+    finally:
+        if work_dir is not None and (run.score or run.error):
+            save_run(run, work_dir)
+    return run

@@ -1,0 +1,67 @@
+"""`turbomill report`: one self-contained HTML page, and Markdown beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+from plotly.offline import get_plotlyjs
+
+from turbomill.errors import UsageError
+from turbomill.reports.runs import Run, write_atomic
+from turbomill.reports.view import ReportView, report_view
+
+TEMPLATES = Path(__file__).parent / "templates"
+
+
+def _cell(text: str) -> str:
+    """Text in a Markdown table: one line, no column of its own, nothing that a renderer takes for HTML."""
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;").replace("`", "'")
+
+
+@cache
+def _environment(escape: bool) -> Environment:
+    environment = Environment(
+        loader=PackageLoader("turbomill.reports"),
+        autoescape=escape,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["cell"] = _cell
+    return environment
+
+
+def render_html(view: ReportView) -> str:
+    """The page. Scripts and styles are inside it, plotly's once and only where there is a plot."""
+    return (
+        _environment(True)
+        .get_template("report.html.j2")
+        .render(
+            report=view,
+            style=Markup((TEMPLATES / "report.css").read_text(encoding="utf-8")),
+            script=Markup((TEMPLATES / "report.js").read_text(encoding="utf-8")),
+            plotly=Markup(get_plotlyjs()) if view.plots else "",
+            specs={plot.id: Markup(plot.spec) for plot in view.plots},
+        )
+    )
+
+
+def render_markdown(view: ReportView) -> str:
+    """The same without plots."""
+    return _environment(False).get_template("report.md.j2").render(report=view)
+
+
+def write_report(runs: Sequence[Run], output: Path) -> tuple[Path, Path]:
+    """Write `output` (.html) and the same name with .md; returns both."""
+    if output.suffix.lower() not in (".html", ".htm"):
+        raise UsageError(f"--output {output}: expected a name that ends in .html")
+    view = report_view(runs)
+    markdown = output.with_suffix(".md")
+    page, text = render_html(view), render_markdown(view)
+    write_atomic(output, page)
+    write_atomic(markdown, text)
+    return output, markdown

@@ -1,0 +1,185 @@
+"""A run: a directory with `run.json`, which says what was measured and what made it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from turbomill import console
+from turbomill.errors import TurbomillError, UsageError
+
+if TYPE_CHECKING:
+    from turbomill.convert.store import Store
+
+SCHEMA_VERSION = 1
+RUN_FILE = "run.json"
+Kind = Literal["ppl", "kv", "bench_engine", "bench_serve", "demo"]
+
+
+class Record(BaseModel):
+    """A part of a run. Unknown fields are an error: they would be read by nobody."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class ModelCard(Record):
+    """Which model: enough to tell whether two runs measured the same one."""
+
+    name: str  # as the user said it
+    path: str  # of the store
+    fingerprint: str
+    architecture: str
+    scheme: str | None  # None: dense
+    disk_bytes: int
+    vocab_size: int
+
+
+class WindowScores(Record):
+    """One number per window, in order."""
+
+    nll: list[float]
+    kl: list[float] | None
+    top1: list[float] | None
+
+
+class Score(Record):
+    """How well a model predicts text, and how close it stays to the reference (turbomill.reports.scores)."""
+
+    ppl: float
+    kl: float | None  # None: no reference
+    top1: float | None
+    positions: int  # that KL and top-1 are means over
+    per_window: WindowScores | None = Field(None, repr=False)
+
+
+class Speed(Record):
+    """Speed of `batch` sequences that run together. Medians over `rounds`."""
+
+    batch: int
+    prompt_tokens: int
+    completion_tokens: int
+    prefill_tok_s: float
+    decode_tok_s: float  # all sequences together
+    rounds: int
+
+
+class KvPolicy(Record):
+    """A model under one precision of its KV cache."""
+
+    name: str  # "16", "8", "4"
+    quant_policy: int
+    bytes_per_token: float
+    bits_per_token: float
+    ppl: float
+    kl: float | None
+    top1: float | None
+    decode_tok_s: float | None
+
+
+class Variant(Record):
+    """One form of the model, scored. `kv` is by bits of the KV cache."""
+
+    name: str
+    model: ModelCard
+    ppl: float
+    kl: float | None
+    top1: float | None
+    disk_bytes: int
+    peak_bytes: int | None  # resident memory of a process that loads the store and generates
+    decode_tok_s: float | None
+    kv: dict[str, KvPolicy]
+
+
+class Run(Record):
+    """Everything one command measured. Which lists are filled depends on `kind`."""
+
+    schema_version: Literal[1] = SCHEMA_VERSION
+    kind: Kind
+    status: Literal["complete", "failed"] = "complete"
+    error: str | None = None  # why a failed run failed
+    model: ModelCard | None = None
+    reference: ModelCard | None = None
+    windows: dict[str, Any] | None = None  # what the text was, and how it was cut
+    score: Score | None = None
+    variants: list[Variant] = []
+    policies: list[KvPolicy] = []
+    engine: list[Speed] = []
+    serve: list[dict[str, Any]] = []  # fields of `vllm bench serve`
+    question: str | None = None
+    answer: str | None = None
+    provenance: dict[str, Any]
+
+
+def model_card(name: str, store: Store) -> ModelCard:
+    """Describe an open store that the user called `name`."""
+    scheme = store.manifest["scheme"]
+    return ModelCard(
+        name=name,
+        path=str(store.path),
+        fingerprint=store.fingerprint,
+        architecture=store.manifest["architecture"],
+        scheme=scheme and f"{scheme['format']} {store.scheme}",
+        disk_bytes=store.disk_bytes,
+        vocab_size=store.model["vocab_size"],
+    )
+
+
+def new_run(kind: Kind, settings: dict[str, Any], **fields: Any) -> Run:
+    """A run with its provenance; `settings` are the options that shaped it."""
+    return Run(kind=kind, provenance=console.provenance(settings=settings), **fields)
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Write a file that is never seen half-written. Raises UsageError when the place cannot be written."""
+    temp = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temp.write_text(text, encoding="utf-8")
+        temp.replace(path)
+    except OSError as error:
+        temp.unlink(missing_ok=True)
+        raise UsageError(f"{path}: cannot be written: {error.strerror or error}") from error
+
+
+def save_run(run: Run, directory: Path) -> Path:
+    """Write `run` as DIRECTORY/run.json, replacing an older one."""
+    path = Path(directory) / RUN_FILE
+    write_atomic(path, json.dumps(run.model_dump(), indent=2, ensure_ascii=False) + "\n")
+    return path
+
+
+def check_run_dir(directory: Path) -> None:
+    """Raise UsageError, before any work, when a run cannot be written there."""
+    directory = Path(directory)
+    if directory.exists() and not directory.is_dir():
+        raise UsageError(f"--work-dir {directory}: is a file, expected a directory for the run")
+    nearest = next(p for p in (directory, *directory.absolute().parents) if p.exists())
+    if not os.access(nearest, os.W_OK):
+        raise UsageError(f"--work-dir {directory}: cannot be written, choose another")
+
+
+def load_run(path: Path) -> Run:
+    """Read a run from its directory or its run.json. Raises TurbomillError naming the field that is wrong."""
+    path = Path(path)
+    file = path / RUN_FILE if path.is_dir() else path
+    if not file.is_file():
+        raise TurbomillError(f"{file}: no such file; a run is a directory with {RUN_FILE} (see --work-dir)")
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise TurbomillError(f"{file}: not JSON ({error}); make the run again") from None
+    version = data.get("schema_version") if isinstance(data, dict) else None
+    if version != SCHEMA_VERSION:
+        raise TurbomillError(
+            f"{file}: schema_version is {version}, this turbomill reads {SCHEMA_VERSION}; make the run again"
+        )
+    try:
+        return Run.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise TurbomillError(f"{file}: {where}: {first['msg']}; make the run again") from None

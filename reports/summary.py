@@ -1,0 +1,92 @@
+"""The report's first lines: what the measurements say, in sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from turbomill.reports.runs import KvPolicy, Run, Variant
+from turbomill.reports.tables import kl_text, number, percent
+
+
+def summarize_runs(runs: Sequence[Run]) -> list[str]:
+    """Sentences about every run, failures first."""
+    lines = [f"FAILED: {run.kind}: {run.error}" for run in runs if run.status == "failed"]
+    for run in runs:
+        if run.status == "failed":
+            continue
+        lines += _variants(run.variants)
+        if run.score is not None and run.model is not None:
+            lines.append(_score(run))
+        if run.policies and run.model is not None:
+            lines += _policies(run.model.name, run.policies)
+        if run.engine:
+            best = max(run.engine, key=lambda speed: speed.decode_tok_s)
+            name = run.model.name if run.model else "the engine"
+            lines.append(
+                f"{name} decodes at most {number(best.decode_tok_s, 1)} tokens/s, "
+                f"with {best.batch} sequences."
+            )
+        lines += [_load(load) for load in run.serve]
+    return lines
+
+
+def _variants(variants: Sequence[Variant]) -> list[str]:
+    base = next((v for v in variants if v.model.scheme is None), None)
+    compared = [v for v in variants if v.model.scheme is not None and v.kl is not None]
+    if base is None or not compared:
+        return []
+    ranked = sorted(compared, key=lambda v: v.kl or 0.0)
+    best, others = ranked[0], ranked[1:]
+    against = " and ".join(f"{kl_text(v.kl)} for {v.name}" for v in others)
+    lines = [
+        f"Of the quantized variants, {best.name} stays closest to {base.name}: KL {kl_text(best.kl)}"
+        + (f" (against {against})" if against else "")
+        + f", the same most likely token at {percent(best.top1)} of the positions, "
+        f"perplexity {number(best.ppl, 2)} against {number(base.ppl, 2)}."
+    ]
+    text = f"{best.name} takes {percent(best.disk_bytes / base.disk_bytes)} of {base.name}'s bytes on disk"
+    if best.peak_bytes and base.peak_bytes:
+        text += f" and {percent(best.peak_bytes / base.peak_bytes)} of its peak memory"
+    if best.decode_tok_s and base.decode_tok_s:
+        text += f", and decodes {number(best.decode_tok_s / base.decode_tok_s, 2)} times as fast"
+    lines.append(text + ".")
+    return lines + _policies(best.name, list(best.kv.values()))
+
+
+def _policies(name: str, policies: Sequence[KvPolicy]) -> list[str]:
+    base = next((p for p in policies if p.quant_policy == 0), None)
+    if base is None:
+        return []
+    lines = []
+    for policy in policies:
+        if policy is base:
+            continue
+        text = (
+            f"With a {policy.name}-bit KV cache {name} takes "
+            f"{percent(policy.bytes_per_token / base.bytes_per_token)} of the bytes per token; "
+            f"perplexity goes from {number(base.ppl, 3)} to {number(policy.ppl, 3)}"
+        )
+        if policy.kl is not None and base.kl is not None:
+            text += f", KL from {kl_text(base.kl)} to {kl_text(policy.kl)}"
+        lines.append(text + ".")
+    return lines
+
+
+def _score(run: Run) -> str:
+    assert run.model is not None and run.score is not None
+    text = f"{run.model.name}: perplexity {number(run.score.ppl, 3)}"
+    if run.score.kl is not None and run.reference is not None:
+        text += (
+            f"; KL {kl_text(run.score.kl)} and the same most likely token at {percent(run.score.top1)} "
+            f"of the positions, against {run.reference.name}"
+        )
+    return text + "."
+
+
+def _load(load: dict[str, object]) -> str:
+    failed = f", {load['failed']} failed" if load["failed"] else ""
+    return (
+        f"{load['model_id']} served {load['completed']} requests{failed}: "
+        f"{number(load['output_throughput'], 1)} output tokens/s, "  # type: ignore[arg-type]
+        f"median time to first token {number(load['median_ttft_ms'], 0)} ms."  # type: ignore[arg-type]
+    )

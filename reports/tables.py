@@ -1,0 +1,128 @@
+"""Tables for the terminal, and how numbers are written everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from turbomill.reports.runs import KvPolicy, ModelCard, Run, Score, Speed, Variant
+
+
+def show_bytes(value: float | None) -> str:
+    """Bytes in decimal megabytes."""
+    return "–" if value is None else f"{value / 1e6:,.1f} MB"
+
+
+def number(value: float | None, digits: int) -> str:
+    """A number, or a dash where nothing was measured."""
+    return "–" if value is None else f"{value:,.{digits}f}"
+
+
+def kl_text(value: float | None) -> str:
+    """KL in four decimals. The reference against itself shows as zero, not as rounding of its cache."""
+    return number(None if value is None else max(value, 0.0), 4)
+
+
+def percent(value: float | None) -> str:
+    """A share."""
+    return "–" if value is None else f"{100 * value:.1f} %"
+
+
+def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    table = Table(title=title, title_justify="left", header_style="bold")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 else "right")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+VARIANT_COLUMNS = ("variant", "perplexity", "KL", "top-1", "on disk", "peak memory", "decode tok/s")
+KV_COLUMNS = ("KV bits", "bytes/token", "perplexity", "KL", "top-1", "decode tok/s")
+SPEED_COLUMNS = ("batch", "prompt", "output", "prefill tok/s", "decode tok/s")
+LATENCY_COLUMNS = ("ms", "mean", "median", "p90", "p95", "p99")
+
+
+def variant_row(variant: Variant) -> tuple[str, ...]:
+    """For VARIANT_COLUMNS."""
+    return (
+        variant.name,
+        number(variant.ppl, 3),
+        kl_text(variant.kl),
+        percent(variant.top1),
+        show_bytes(variant.disk_bytes),
+        show_bytes(variant.peak_bytes),
+        number(variant.decode_tok_s, 1),
+    )
+
+
+def kv_row(policy: KvPolicy) -> tuple[str, ...]:
+    """For KV_COLUMNS."""
+    return (
+        policy.name,
+        number(policy.bytes_per_token, 0),
+        number(policy.ppl, 3),
+        kl_text(policy.kl),
+        percent(policy.top1),
+        number(policy.decode_tok_s, 1),
+    )
+
+
+def speed_row(speed: Speed) -> tuple[str, ...]:
+    """For SPEED_COLUMNS."""
+    sizes = (str(speed.batch), str(speed.prompt_tokens), str(speed.completion_tokens))
+    return (*sizes, number(speed.prefill_tok_s, 1), number(speed.decode_tok_s, 1))
+
+
+def latency_rows(load: dict[str, float | None]) -> list[tuple[str, ...]]:
+    """For LATENCY_COLUMNS: one row per metric."""
+    kinds = ("mean", "median", "p90", "p95", "p99")
+    return [
+        (name.upper(), *(number(load.get(f"{kind}_{name}_ms"), 1) for kind in kinds))
+        for name in ("ttft", "tpot", "itl", "e2el")
+    ]
+
+
+def variants_table(variants: Sequence[Variant]) -> Table:
+    """The demo's table."""
+    return _table("Variants", VARIANT_COLUMNS, [variant_row(v) for v in variants])
+
+
+def variants_kv_table(variants: Sequence[Variant]) -> Table:
+    """Every variant under every KV policy."""
+    rows = [(v.name, *kv_row(policy)) for v in variants for policy in v.kv.values()]
+    return _table("KV cache", ("variant", *KV_COLUMNS), rows)
+
+
+def kv_table(policies: Sequence[KvPolicy]) -> Table:
+    """`eval kv`."""
+    return _table("KV cache", KV_COLUMNS, [kv_row(policy) for policy in policies])
+
+
+def score_table(model: ModelCard, score: Score) -> Table:
+    """`eval ppl`."""
+    row = (model.name, number(score.ppl, 4), kl_text(score.kl), percent(score.top1), f"{score.positions:,}")
+    return _table("Score", ("model", "perplexity", "KL", "top-1", "positions"), [row])
+
+
+def speeds_table(speeds: Sequence[Speed]) -> Table:
+    """`bench engine`."""
+    return _table("Engine", SPEED_COLUMNS, [speed_row(speed) for speed in speeds])
+
+
+def serve_tables(run: Run) -> list[Table]:
+    """`bench serve`: totals, then latencies."""
+    tables: list[Table] = []
+    for load in run.serve:
+        totals = [
+            ("completed requests", str(load["completed"])),
+            ("failed requests", str(load["failed"])),
+            ("duration", f"{load['duration']:.2f} s"),
+            ("requests/s", number(load["request_throughput"], 2)),
+            ("output tokens/s", number(load["output_throughput"], 1)),
+            ("total tokens/s", number(load["total_token_throughput"], 1)),
+        ]
+        tables.append(_table("Load", ("", "value"), totals))
+        tables.append(_table("Latency", LATENCY_COLUMNS, latency_rows(load)))
+    return tables

@@ -1,0 +1,176 @@
+"""What a report shows, gathered from runs: the same for the page and for Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from turbomill.reports.plots import Plot, quality_speed, size_quality
+from turbomill.reports.runs import Run, Variant
+from turbomill.reports.summary import summarize_runs
+from turbomill.reports.tables import (
+    KV_COLUMNS,
+    LATENCY_COLUMNS,
+    SPEED_COLUMNS,
+    VARIANT_COLUMNS,
+    kv_row,
+    latency_rows,
+    number,
+    speed_row,
+    variant_row,
+)
+
+
+@dataclass(frozen=True)
+class TableView:
+    """One table: the first column names the row."""
+
+    title: str
+    note: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    best: frozenset[int] = frozenset()  # rows to set off
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One line of provenance."""
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True)
+class RunView:
+    """Where a run's numbers come from."""
+
+    title: str
+    facts: tuple[Fact, ...]
+
+
+@dataclass(frozen=True)
+class ReportView:
+    """The report."""
+
+    title: str
+    summary: list[str]
+    tables: list[TableView]
+    plots: list[Plot]
+    kv_tables: list[TableView]
+    speed_tables: list[TableView]
+    dialogues: list[tuple[str, str]]
+    runs: list[RunView]
+
+
+SCORE_NOTE = (
+    "Perplexity, KL and top-1 come from the engine's own logits. KL is the mean over positions of "
+    "KL(reference ‖ variant) in nats; top-1 is the share of positions with the same most likely token; "
+    "decode speed is of one sequence."
+)
+KV_NOTE = "Bytes per token count keys and values of all layers, with the scales and zeros of 8 and 4 bits."
+
+
+def report_view(runs: Sequence[Run], title: str = "Turbomill report") -> ReportView:
+    """Gather `runs`, in order."""
+    variants = [variant for run in runs for variant in _variants(run)]
+    plots = [plot for plot in (size_quality(variants), quality_speed(variants)) if plot is not None]
+    return ReportView(
+        title=title,
+        summary=summarize_runs(runs) or ["Nothing was measured."],
+        tables=[_variant_table(variants)] if variants else [],
+        plots=plots,
+        kv_tables=_kv_tables(runs, variants),
+        speed_tables=[table for run in runs for table in _speed_tables(run)],
+        dialogues=[(run.question, run.answer) for run in runs if run.question and run.answer is not None],
+        runs=[_run_view(number + 1, run) for number, run in enumerate(runs)],
+    )
+
+
+def _variants(run: Run) -> list[Variant]:
+    """A scored model is a variant too, of which less is known."""
+    if run.score is None or run.model is None:
+        return list(run.variants)
+    score, model = run.score, run.model
+    return [
+        Variant(
+            name=model.name,
+            model=model,
+            ppl=score.ppl,
+            kl=score.kl,
+            top1=score.top1,
+            disk_bytes=model.disk_bytes,
+            peak_bytes=None,
+            decode_tok_s=None,
+            kv={},
+        )
+    ]
+
+
+def _variant_table(variants: Sequence[Variant]) -> TableView:
+    columns = (VARIANT_COLUMNS[0], "scheme", *VARIANT_COLUMNS[1:])
+    rows = []
+    for variant in variants:
+        name, *figures = variant_row(variant)
+        rows.append((name, variant.model.scheme or "dense", *figures))
+    ranked = [(v.kl, i) for i, v in enumerate(variants) if v.kl is not None and v.model.scheme]
+    best = frozenset({min(ranked)[1]} if len(ranked) > 1 else ())
+    return TableView("Variants", SCORE_NOTE, columns, tuple(rows), best)
+
+
+def _kv_tables(runs: Sequence[Run], variants: Sequence[Variant]) -> list[TableView]:
+    tables = []
+    rows = [(v.name, *kv_row(policy)) for v in variants for policy in v.kv.values()]
+    if rows:
+        tables.append(TableView("KV cache by variant", KV_NOTE, ("variant", *KV_COLUMNS), tuple(rows)))
+    for run in runs:
+        if run.policies:
+            name = run.model.name if run.model else "model"
+            rows = [kv_row(policy) for policy in run.policies]
+            tables.append(TableView(f"KV cache of {name}", KV_NOTE, KV_COLUMNS, tuple(rows)))
+    return tables
+
+
+def _speed_tables(run: Run) -> list[TableView]:
+    tables = []
+    if run.engine:
+        name = run.model.name if run.model else "model"
+        note = f"Medians of {run.engine[0].rounds} rounds; tokens/s of all sequences together."
+        rows = tuple(speed_row(speed) for speed in run.engine)
+        tables.append(TableView(f"Engine, {name}", note, SPEED_COLUMNS, rows))
+    for load in run.serve:
+        pace = (
+            "as fast as possible" if load["request_rate"] == "inf" else f"{load['request_rate']} requests/s"
+        )
+        note = (
+            f"{load['completed']} requests completed and {load['failed']} failed in "
+            f"{number(load['duration'], 1)} s, sent {pace}, at most "
+            f"{load['max_concurrency'] or 'all'} at a time: {number(load['output_throughput'], 1)} output "
+            f"tokens/s. Milliseconds."
+        )
+        rows = tuple(latency_rows(load))
+        tables.append(TableView(f"Server, {load['model_id']}", note, LATENCY_COLUMNS, rows))
+    return tables
+
+
+def _run_view(index: int, run: Run) -> RunView:
+    made = run.provenance
+    machine, versions = made.get("machine", {}), made.get("versions", {})
+    facts = [
+        Fact("status", run.status + (f": {run.error}" if run.error else "")),
+        Fact("command", str(made.get("command", ""))),
+        Fact("time", str(made.get("time", ""))),
+        Fact("machine", f"{machine.get('cpu')}, {machine.get('cores')} cores, {machine.get('system')}"),
+        Fact("versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
+        Fact("settings", ", ".join(f"{key} {value}" for key, value in made.get("settings", {}).items())),
+    ]
+    if run.windows:
+        facts.append(Fact("text", ", ".join(f"{key} {value}" for key, value in run.windows.items())))
+    for label, card in (("model", run.model), ("reference", run.reference)):
+        if card is not None:
+            facts.append(
+                Fact(label, f"{card.name}, {card.architecture}, {card.scheme or 'dense'}, {card.fingerprint}")
+            )
+    facts += [
+        Fact(f"variant {v.name}", f"{v.model.scheme or 'dense'}, {v.model.fingerprint}") for v in run.variants
+    ]
+    return RunView(f"Run {index}: {run.kind.replace('_', ' ')}", tuple(f for f in facts if f.text))
