@@ -122,8 +122,15 @@ class Checkpoint(ABC):
         """The transformers config of the model, unquantized."""
         from transformers import AutoConfig
 
-        fields = {k: v for k, v in self.config.items() if k not in ("quantization_config", "model_type")}
-        return AutoConfig.for_model(self.config["model_type"], **fields)
+        fields = {key: value for key, value in self.config.items() if key != "quantization_config"}
+        kind = fields.pop("model_type", None)
+        try:
+            return AutoConfig.for_model(kind, **fields)
+        except Exception as error:  # transformers and huggingface_hub raise many types here
+            reason = str(error).strip().replace("\n", " ")
+            raise CheckpointError(
+                f"{self.path}: config.json is not a valid {kind} config: {reason}"
+            ) from error
 
     @cached_property
     def fingerprint(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from math import prod
 from pathlib import Path
@@ -66,6 +67,8 @@ class Description:
         weights = tree.add(f"weights: {self.parameters:,} parameters, {self.bytes:,} bytes")
         weights.add(f"{self.bits_per_weight:.2f} bits per weight, {self.dtype}")
         weights.add(f"scheme: {_scheme_text(self.scheme)}")
+        types = Counter(line.dtype for line in self.tensors)
+        weights.add("tensors: " + ", ".join(f"{count} {kind}" for kind, count in types.most_common()))
         template = {True: "present", False: "absent", None: "no tokenizer"}[self.chat_template]
         tree.add(f"chat template: {template}")
         tree.add(f"fingerprint: {self.fingerprint}")

@@ -45,11 +45,17 @@ class GgufCheckpoint(Checkpoint):
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        from gguf import GGUFValueType
+
         reader = _open(path)
+        # The vocabulary's arrays are long, and only transformers reads them.
         self._fields = {
-            name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")
+            name: field.contents()
+            for name, field in reader.fields.items()
+            if not (name.startswith("tokenizer.") and field.types[0] == GGUFValueType.ARRAY)
         }
         self._rope_factors: Tensor | None = None
+        self._tokenizer: PreTrainedTokenizerBase | None = None  # slow to read, so kept
         self._tensors: dict[str, ReaderTensor] = {}
         for tensor in reader.tensors:
             if tensor.name == ROPE_FACTORS:
@@ -206,11 +212,15 @@ class GgufCheckpoint(Checkpoint):
         """Through transformers' reader of GGUF metadata."""
         from transformers import AutoTokenizer
 
+        if self._tokenizer is not None:
+            return self._tokenizer
         try:
-            return AutoTokenizer.from_pretrained(str(self.path.parent), gguf_file=self.path.name)
+            found = AutoTokenizer.from_pretrained(str(self.path.parent), gguf_file=self.path.name)
         except Exception as error:  # transformers raises many types here
             reason = str(error).strip().split("\n", 1)[0]
             raise CheckpointError(f"{self.path}: the tokenizer cannot be read: {reason}") from error
+        self._tokenizer = found
+        return found
 
     def generation_config(self) -> dict[str, Any]:
         """Special ids; end-of-turn and end-of-message tokens end a generation too."""

@@ -11,6 +11,7 @@ from turbomill.errors import CheckpointError
 
 Kind = Literal["hf", "gguf", "store"]
 STORE_FILE = "store.json"
+DOWNLOADED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.tiktoken", "*.jinja", "*.py"]
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -74,7 +75,7 @@ def _download(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name))
+        return Path(snapshot_download(name, allow_patterns=DOWNLOADED))
     except Exception as error:  # every failure of the hub (offline, unknown, gated) is the same to the user
         reason = str(error).strip().split("\n", 1)[0] or type(error).__name__
         raise CheckpointError(

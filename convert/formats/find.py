@@ -8,7 +8,7 @@ from turbomill.convert.formats.awq import AwqFormat
 from turbomill.convert.formats.base import WeightFormat
 from turbomill.convert.formats.dense import DenseFormat
 from turbomill.convert.formats.gptq import GptqFormat
-from turbomill.errors import UnsupportedModelError
+from turbomill.errors import CheckpointError, UnsupportedModelError
 
 FORMATS: tuple[type[WeightFormat], ...] = (DenseFormat, AwqFormat, GptqFormat)
 
@@ -16,7 +16,10 @@ FORMATS: tuple[type[WeightFormat], ...] = (DenseFormat, AwqFormat, GptqFormat)
 def find_format(config: dict[str, Any]) -> WeightFormat:
     """The format config.json describes. Raises UnsupportedModelError for one that is not known."""
     for candidate in FORMATS:
-        found = candidate.recognise(config)
+        try:
+            found = candidate.recognise(config)
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"config.json: quantization_config is malformed: {error}") from error
         if found is not None:
             return found
     method = config["quantization_config"].get("quant_method", "missing")

@@ -272,3 +272,8 @@ def test_linear_validation(make_linear):
     ):
         with pytest.raises(CheckpointError, match=words):
             replace(linear, **change).validate("x")
+
+
+def test_malformed_quantization_config():
+    with pytest.raises(CheckpointError, match="quantization_config is malformed"):
+        find_format({"quantization_config": {"quant_method": "gptq", "bits": "four"}})

@@ -246,11 +246,17 @@ def test_fingerprint_names_the_content(tmp_path):
     assert a == b != c
 
 
+@pytest.fixture(scope="module")
+def demo():
+    return open_checkpoint("demo")
+
+
+@pytest.mark.slow
 @pytest.mark.demo_model
-def test_demo_equals_transformers_reader(tmp_path):
+def test_demo_equals_transformers_reader(demo):
     from transformers import AutoModelForCausalLM, GgufConfig
 
-    checkpoint = open_checkpoint("demo")
+    checkpoint = demo
     theirs = AutoModelForCausalLM.from_pretrained(
         str(checkpoint.path.parent),
         gguf_file=checkpoint.path.name,
@@ -267,9 +273,10 @@ def test_demo_equals_transformers_reader(tmp_path):
         assert getattr(ours, key) == getattr(theirs.config, key), key
 
 
+@pytest.mark.slow
 @pytest.mark.demo_model
-def test_demo_as_hf_directory_answers_paris(tmp_path):
-    reopened = open_checkpoint(write_hf(open_checkpoint("demo"), tmp_path / "hf"))
+def test_demo_as_hf_directory_answers_paris(demo, tmp_path):
+    reopened = open_checkpoint(write_hf(demo, tmp_path / "hf"))
     tokenizer = reopened.tokenizer()
     assert tokenizer.chat_template and reopened.eos_token_ids == [2]
     ids = tokenizer.apply_chat_template(

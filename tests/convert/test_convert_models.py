@@ -126,3 +126,16 @@ def test_missing_size_is_named():
     config = {k: v for k, v in BASE.items() if k != "hidden_size"}
     with pytest.raises(CheckpointError, match="hidden_size missing"):
         find_architecture(config)
+
+
+def test_invalid_config_is_one_line(tiny):
+    import json
+
+    from turbomill.convert.checkpoint import open_checkpoint
+
+    path = tiny()
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "rms_norm_eps": "small"}))
+    with pytest.raises(CheckpointError, match="not a valid llama config") as error:
+        open_checkpoint(path).hf_config()
+    assert "\n" not in str(error.value)

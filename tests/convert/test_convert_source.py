@@ -47,7 +47,7 @@ def test_missing_paths(tmp_path):
 def test_hub_name_without_network(monkeypatch):
     import huggingface_hub
 
-    def offline(name):
+    def offline(name, **options):
         raise OSError("cannot reach the hub\nsecond line")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
@@ -59,7 +59,7 @@ def test_hub_name_without_network(monkeypatch):
 def test_hub_name_is_downloaded(monkeypatch, tmp_path):
     import huggingface_hub
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name: str(tmp_path))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **options: str(tmp_path))
     assert resolve_model("org/some-model") == tmp_path
 
 

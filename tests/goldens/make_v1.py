@@ -1,4 +1,4 @@
-"""How tests/goldens/v1 was made: `python tests/goldens/make_v1.py DST`. The committed store is never made anew."""
+"""How tests/goldens/v1 was made: `python tests/goldens/make_v1.py DST`. It is never made anew."""
 
 import json
 import sys
