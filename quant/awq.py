@@ -6,8 +6,6 @@ exactly the sum over the calibration tokens, at the cost of one small product in
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -15,7 +13,7 @@ from turbomill.quant.grid import Grid, GridSpec, clipped_grid, minmax_grid
 from turbomill.quant.inputs import InputStats
 from turbomill.quant.loss import output_loss
 
-RATIOS = 20
+RATIOS = 10  # a first pass in tenths, then half a step around the best: a grid of 20
 FIXED_RATIO = 0.5  # without the search
 SMALLEST = 1e-4  # below this a channel is silent, and its scale would only amplify noise
 
@@ -29,13 +27,29 @@ def search_scale(
     `weight` [N, K] stacks all linears that read these inputs. `share` int64 [K] says which of the previous
     op's C output channels each input is (several inputs share one where a KV head feeds several query heads).
     """
-    best, least = None, float("inf")
-    for scale in candidates(weight, stats.absmean, spec, share, search):
-        loss = scaled_loss(weight, scale[share], stats.gram, spec)
-        if loss < least:
-            best, least = scale, loss
-    if best is None:  # every candidate overflowed: leave the weight alone
-        return torch.ones(int(share.max()) + 1)
+    count = int(share.max()) + 1
+    x = _pool(stats.absmean, share, count).clamp(min=SMALLEST)
+    w = _pool(relative_magnitude(weight, spec), share, count).clamp(min=SMALLEST)
+    ones = torch.ones(count)
+    best, least, where = ones, scaled_loss(weight, ones[share], stats.gram, spec), (0.0, False)
+
+    def consider(ratios: list[float], families: tuple[bool, ...]) -> None:
+        nonlocal best, least, where
+        for ratio in ratios:
+            for by_weight in families:
+                if ratio == (1 if by_weight else 0):
+                    continue  # the other family's ratio 1, and no scaling: already there
+                scale = candidate(x, w, ratio, by_weight)
+                loss = scaled_loss(weight, scale[share], stats.gram, spec)
+                if loss < least:  # NaN, where a scale left the 16-bit range, is not
+                    best, least, where = scale, loss, (ratio, by_weight)
+
+    if not search:
+        consider([FIXED_RATIO], (False,))
+        return best
+    consider([step / RATIOS for step in range(RATIOS + 1)], (False, True))
+    ratio, by_weight = where
+    consider([r for r in (ratio - 0.5 / RATIOS, ratio + 0.5 / RATIOS) if 0 <= r <= 1], (by_weight,))
     return best
 
 
@@ -45,23 +59,14 @@ def scaled_loss(weight: Tensor, scale: Tensor, gram: Tensor, spec: GridSpec) -> 
     return output_loss(weight, minmax_grid(scaled, spec).round(scaled).div_(scale), gram)
 
 
-def candidates(
-    weight: Tensor, absmean: Tensor, spec: GridSpec, share: Tensor, search: bool
-) -> Iterator[Tensor]:
-    """Scales to try, each [C] with geometric centre 1: none, x^r, and x^r / w^(1 - r).
+def candidate(x: Tensor, w: Tensor, ratio: float, by_weight: bool) -> Tensor:
+    """A scale to try, [C] with geometric centre 1: x^r, or `by_weight` x^r / w^(1 - r).
 
-    x is the channel's mean |input| and w its mean |weight| relative to its group's largest.
+    x is a channel's mean |input| and w its mean |weight| relative to its group's largest.
     """
-    count = int(share.max()) + 1
-    x = _pool(absmean, share, count)
-    w = _pool(relative_magnitude(weight, spec), share, count)
-    yield torch.ones(count)
-    ratios = [step / RATIOS for step in range(1, RATIOS + 1)] if search else [FIXED_RATIO]
-    for ratio in ratios:
-        power = x.clamp(min=SMALLEST).pow(ratio)
-        yield _centred(power)
-        if ratio < 1:
-            yield _centred(power / w.clamp(min=SMALLEST).pow(1 - ratio))
+    scale = x.pow(ratio) / w.pow(1 - ratio) if by_weight else x.pow(ratio)
+    scale = scale.clamp(min=SMALLEST)
+    return scale / (scale.max() * scale.min()).sqrt()
 
 
 def relative_magnitude(weight: Tensor, spec: GridSpec) -> Tensor:
@@ -76,11 +81,6 @@ def _pool(values: Tensor, share: Tensor, count: int) -> Tensor:
     """Mean of values [K] over the inputs that share a channel: [C]."""
     sums = torch.zeros(count).index_add_(0, share, values)
     return sums / torch.bincount(share, minlength=count).clamp(min=1)
-
-
-def _centred(scale: Tensor) -> Tensor:
-    scale = scale.clamp(min=SMALLEST)
-    return scale / (scale.max() * scale.min()).sqrt()
 
 
 def clip(weight: Tensor, stats: InputStats, scale: Tensor, spec: GridSpec) -> Grid:
