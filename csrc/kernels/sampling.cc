@@ -13,10 +13,63 @@ uint64_t mix(uint64_t x) {  // splitmix64's finaliser (Steele et al., 2014)
     return x ^ (x >> 31);
 }
 
+// The running winner of an exponential race over tokens with weights exp(logit / temperature).
+class Race {
+  public:
+    Race(const SamplingParams& params, uint64_t position)
+        : stream_(mix(mix(params.seed) ^ mix(position + 0x632be59bd9b4e019ull))),
+          inverse_(1.0 / params.temperature) {}
+
+    void enter(float logit, int id) {
+        // v is uniform in (0, 1); the token's arrival time is -log(1 - v) / weight.
+        const double v = double((mix(stream_ + uint64_t(id)) >> 11) + 1) * 0x1.0p-53;
+        const double energy = double(logit) * inverse_;
+        // -log(1 - v) >= v: almost every loser is told by v's binary exponent, without a logarithm.
+        if (winner_ >= 0 && double(std::ilogb(v)) * 0.6931471805599453 > energy - best_) return;
+        const double key = energy - std::log(-std::log1p(-std::min(v, 1.0 - 0x1.0p-53)));
+        if (winner_ < 0 || key > best_ || (key == best_ && id < winner_)) {
+            best_ = key;
+            winner_ = id;
+        }
+    }
+    int winner() const { return winner_; }
+
+  private:
+    uint64_t stream_;
+    double inverse_;
+    double best_ = 0;
+    int winner_ = -1;
+};
+
 }  // namespace
 
-double uniform(uint64_t seed, uint64_t position) {
-    return double(mix(mix(seed) ^ mix(position + 0x632be59bd9b4e019ull)) >> 11) * 0x1.0p-53;
+void Sampler::keep_nucleus(float best_logit, const SamplingParams& params) {
+    const auto greater = [](const Candidate& a, const Candidate& b) {
+        return a.logit != b.logit ? a.logit > b.logit : a.id < b.id;
+    };
+    if (params.top_k > 0 && params.top_k < int(candidates_.size())) {
+        std::nth_element(candidates_.begin(), candidates_.begin() + params.top_k, candidates_.end(), greater);
+        candidates_.resize(params.top_k);
+    }
+    if (params.top_p >= 1.f) return;
+    const auto weight = [&](const Candidate& c) {
+        return std::exp(double(c.logit - best_logit) / double(params.temperature));
+    };
+    double total = 0;
+    for (const auto& c : candidates_) total += weight(c);
+    // Sort from the likeliest down, a little at a time: the nucleus is usually short.
+    double kept = 0;
+    size_t count = 0, sorted = 0;
+    while (count < candidates_.size() && kept < double(params.top_p) * total) {
+        if (count == sorted) {
+            const size_t end = std::min(candidates_.size(), std::max<size_t>(64, 2 * sorted));
+            std::partial_sort(candidates_.begin() + sorted, candidates_.begin() + end, candidates_.end(),
+                              greater);
+            sorted = end;
+        }
+        kept += weight(candidates_[count++]);
+    }
+    candidates_.resize(std::max<size_t>(count, 1));
 }
 
 BatchData::Sample Sampler::sample(const float* logits, int vocab, const SamplingParams& params,
@@ -30,42 +83,17 @@ BatchData::Sample Sampler::sample(const float* logits, int vocab, const Sampling
     if (!finite) return {-1, false};
     if (params.temperature <= 0.f || params.top_k == 1) return {best, true};
 
-    const auto greater = [](const Candidate& a, const Candidate& b) {
-        return a.logit != b.logit ? a.logit > b.logit : a.id < b.id;
-    };
+    Race race(params, position);
+    race.enter(logits[best], best);  // a high bar from the start
+    if (params.top_k <= 0 && params.top_p >= 1.f) {
+        for (int i = 0; i < vocab; ++i) race.enter(logits[i], i);
+        return {race.winner(), true};
+    }
     candidates_.resize(vocab);
     for (int i = 0; i < vocab; ++i) candidates_[i] = {logits[i], i};
-    if (params.top_k > 0 && params.top_k < vocab) {
-        std::nth_element(candidates_.begin(), candidates_.begin() + params.top_k, candidates_.end(), greater);
-        candidates_.resize(params.top_k);
-    }
-    double total = 0;
-    const auto weight = [&](const Candidate& c) {
-        return std::exp(double(c.logit - logits[best]) / double(params.temperature));
-    };
-    for (const auto& c : candidates_) total += weight(c);
-    // Walk down from the likeliest, sorting a little at a time: the nucleus is usually short.
-    const double u = uniform(params.seed, position);
-    const double mass = std::min(1.0, double(params.top_p)) * total;
-    size_t sorted = 0;
-    const auto at = [&](size_t i) -> const Candidate& {
-        if (i >= sorted) {
-            const size_t end = std::min(candidates_.size(), std::max<size_t>(64, 2 * sorted));
-            std::partial_sort(candidates_.begin() + sorted, candidates_.begin() + end, candidates_.end(),
-                              greater);
-            sorted = end;
-        }
-        return candidates_[i];
-    };
-    double kept = 0;  // mass of the smallest prefix that reaches top_p
-    size_t count = 0;
-    while (count < candidates_.size() && (count == 0 || kept < mass)) kept += weight(at(count++));
-    double running = 0;
-    for (size_t i = 0; i < count; ++i) {
-        running += weight(at(i));
-        if (u * kept < running) return {at(i).id, true};
-    }
-    return {at(count - 1).id, true};
+    keep_nucleus(logits[best], params);
+    for (const auto& c : candidates_) race.enter(c.logit, c.id);
+    return {race.winner(), true};
 }
 
 }  // namespace turbomill

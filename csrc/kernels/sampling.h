@@ -8,8 +8,10 @@
 
 namespace turbomill {
 
-// Greedy (ties: lowest id), or temperature, then top-k, then top-p, then one uniform draw.
-// The draw depends only on (seed, position): the same request gives the same text in any batch.
+// Greedy (ties: lowest id), or temperature, then top-k, then top-p, then a draw by an exponential race: token
+// i wins when Exp_i / p_i is smallest (the Gumbel-max trick). Exp_i depends on (seed, position, i) alone, so
+// a logit's last bit, which may vary with the batch, decides nothing unless two tokens nearly tie. Inverting
+// a cumulative sum would let it move every later token's interval.
 class Sampler {
   public:
     BatchData::Sample sample(const float* logits, int vocab, const SamplingParams& params, uint64_t position);
@@ -19,10 +21,10 @@ class Sampler {
         float logit;
         int id;
     };
+    // Leaves the smallest set of likeliest candidates whose probability reaches top_p.
+    void keep_nucleus(float best_logit, const SamplingParams& params);
+
     std::vector<Candidate> candidates_;
 };
-
-// Uniform in [0, 1), a pure function of its arguments.
-double uniform(uint64_t seed, uint64_t position);
 
 }  // namespace turbomill

@@ -75,7 +75,7 @@ def test_16_bit_weights_are_used_as_they_are(dtype: torch.dtype, tmp_path: Path)
 
 @pytest.mark.parametrize("policy", [8, 4])
 def test_quantized_cache_does_not_depend_on_chunks(policy: int, tmp_path: Path) -> None:
-    """A chunk attends to what the cache holds, so the budget changes a result only where rounding flips a code."""
+    """A chunk attends to what the cache holds, so the budget moves only what a flipped code moves."""
     model = tiny_llama(tmp_path / "kv", head_dim=64)
     store, ids = store_of(tmp_path / "kv"), prompt(130)
     results = []

@@ -168,7 +168,7 @@ def test_close_cancels_and_refuses(store: Any) -> None:
 
 
 def test_many_clients_leave_nothing_behind(store: Any) -> None:
-    """Random lengths, cancels and a tiny pool from sixteen threads; every request ends once, all blocks return."""
+    """Random lengths and cancels, a tiny pool, sixteen threads: each request ends once, all blocks return."""
     with Native(store, cache_block_count=10, max_batch_size=6, max_prefill_token_num=40) as engine:
         failures: list[str] = []
 
