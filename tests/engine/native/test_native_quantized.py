@@ -1,0 +1,83 @@
+"""4-bit stores: engine logits against transformers on the dequantized weights, for each way to pack."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from native_engine import Native, store_of, tiny_llama
+
+from turbomill.convert.checkpoint import open_checkpoint
+from turbomill.convert.formats.awq import AwqFormat
+from turbomill.convert.formats.base import WeightFormat
+from turbomill.convert.formats.gptq import GptqFormat
+from turbomill.convert.linear import QuantLinear, QuantScheme
+from turbomill.convert.reference import load_dense_model
+from turbomill.convert.writer import CheckpointWriter
+
+
+def nearest(weight: torch.Tensor, scheme: QuantScheme, dtype: torch.dtype) -> QuantLinear:
+    """Round-to-nearest of a weight [N, K]."""
+    n, k = weight.shape
+    groups = weight.float().T.reshape(k // scheme.group, scheme.group, n)
+    if scheme.symmetric:
+        scales = (groups.abs().amax(1) / 7.5).to(dtype)
+        zeros = torch.full(scales.shape, 8, dtype=torch.uint8)
+    else:
+        low, high = groups.amin(1).clamp(max=0), groups.amax(1).clamp(min=0)
+        scales = ((high - low) / 15).to(dtype)
+        zeros = (-low / scales.float()).round().clamp(0, 15).to(torch.uint8)
+    codes = (groups / scales.float()[:, None] + zeros[:, None]).round().clamp(0, 15)
+    return QuantLinear(codes.to(torch.uint8).reshape(k, n), scales, zeros, scheme)
+
+
+def quantized(path: Path, fmt: WeightFormat, scheme: QuantScheme, dtype: torch.dtype) -> Path:
+    """The checkpoint at `path` with its decoder linears in `fmt`, beside it."""
+    source, out = open_checkpoint(path), path.with_name(path.name + "-quantized")
+    linears = set(source.arch.linear_prefixes(source.config))
+    config = source.config | {"quantization_config": fmt.quantization_config()}
+    with CheckpointWriter(out, config) as writer:
+        for name in source.names():
+            prefix = name.removesuffix(".weight")
+            if prefix in linears:
+                for key, tensor in fmt.pack(prefix, nearest(source.tensor(name), scheme, dtype)).items():
+                    writer.add(key, tensor)
+            else:
+                writer.add(name, source.tensor(name))
+        writer.finish()
+    return out
+
+
+CASES = [
+    ("awq", 32, False, torch.float16),
+    ("awq", 64, False, torch.float16),
+    ("awq", 128, False, torch.bfloat16),
+    ("gptq", 64, True, torch.float16),
+    ("gptq", 32, True, torch.bfloat16),
+    ("gptq", 128, False, torch.float16),
+]
+
+
+@pytest.mark.parametrize(("kind", "group", "symmetric", "dtype"), CASES)
+def test_logits_equal_the_dequantized_model(
+    kind: str, group: int, symmetric: bool, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    tiny_llama(tmp_path / "dense", dtype, hidden_size=128, intermediate_size=256, attention_bias=True)
+    scheme = QuantScheme(4, group, symmetric)
+    fmt = AwqFormat(scheme) if kind == "awq" else GptqFormat(scheme, version=2)
+    path = quantized(tmp_path / "dense", fmt, scheme, dtype)
+    model = load_dense_model(open_checkpoint(path)).eval()
+    ids = np.random.default_rng(1).integers(3, 320, 100).tolist()
+    with torch.no_grad():
+        expected = model(torch.tensor([ids])).logits[0].numpy()
+    store = store_of(path)
+    for budget in (512, 5):  # through BLAS panels, and through the small-batch kernels
+        with Native(store, max_prefill_token_num=budget) as engine:
+            np.testing.assert_allclose(engine.logits(ids), expected, atol=1e-3)
+    greedy = model.generate(
+        torch.tensor([ids]), max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    with Native(store) as engine:
+        assert engine.generate(ids, 20) == greedy[0, 100:].tolist()
