@@ -9,7 +9,7 @@ from turbomill.errors import TurbomillError
 
 def main() -> None:
     """Run the command line; exit with 0, 1 (failure), 2 (usage) or 130 (interrupted)."""
-    import rich_click as click
+    from click.exceptions import Abort, ClickException, Exit
 
     from turbomill.cli import cli
 
@@ -23,12 +23,12 @@ def main() -> None:
             raise
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
-    except click.exceptions.Exit as done:
+    except Exit as done:
         sys.exit(done.exit_code)
-    except click.ClickException as error:
+    except ClickException as error:
         error.show()
         sys.exit(error.exit_code)
-    except (KeyboardInterrupt, click.exceptions.Abort):
+    except (KeyboardInterrupt, Abort):
         print("interrupted", file=sys.stderr)
         sys.exit(130)
     except Exception as error:

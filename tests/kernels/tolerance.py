@@ -1,4 +1,4 @@
-"""How far a result may lie from its fp64 reference: the tolerance belongs to the data format, not to the test."""
+"""How far a result may lie from its fp64 reference: the data format owns the tolerance, not the test."""
 
 from __future__ import annotations
 
