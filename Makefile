@@ -5,9 +5,15 @@ PY     := $(VENV)/bin/python
 PIP    := $(PY) -m pip install --disable-pip-version-check -q -c constraints.txt
 TOOLS  := $(VENV)/.tools
 BUILT  := $(VENV)/.built
-CPP    := $(shell find csrc -name '*.cc' -o -name '*.h')
+CPP    := $(shell find csrc -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+NVCC   ?= nvcc
+# Of the machine with the GPU: nothing is installed there.
+GPU_PYTHON ?= python3
+GPU_ARCH   ?= 80;90a
+GPU_BUILD  := build/gpu
+GPU_PYTEST ?=
 
-.PHONY: install demo test lint format bench clean
+.PHONY: install demo test lint format bench clean cuda-check gpu-build gpu-check bench-gpu
 
 install: $(BUILT)
 
@@ -43,6 +49,31 @@ format: install
 
 bench: install
 	$(VENV)/bin/turbomill bench engine demo
+
+# Compiles every kernel, and the host code around them but for the cuBLAS calls, without a GPU or cuBLAS.
+cuda-check:
+	@if ! command -v $(NVCC) > /dev/null; then echo "cuda-check: skipped, there is no $(NVCC)"; exit 0; fi; \
+	mkdir -p build/cuda-check && set -e; \
+	for f in csrc/kernels/cuda/*.cu; do echo "cuda-check: $$f"; \
+	  $(NVCC) -std=c++20 -O3 -Icsrc -Xcompiler=-Wall,-Wextra,-Werror -gencode arch=compute_80,code=sm_80 \
+	    -gencode arch=compute_90a,code=sm_90a -c $$f -o build/cuda-check/$$(basename $$f).o; done; \
+	for f in $(filter-out csrc/kernels/cuda/gemm.cc,$(wildcard csrc/kernels/cuda/*.cc)); do echo "cuda-check: $$f"; \
+	  $(NVCC) -std=c++20 -Icsrc -Xcompiler=-Wall,-Wextra,-Werror,-fsyntax-only -DTM_CUDA -c $$f \
+	    -o /dev/null; done
+
+gpu-build:
+	cmake -S . -B $(GPU_BUILD) -G Ninja -DCMAKE_BUILD_TYPE=Release -DTURBOMILL_CUDA=ON \
+	  "-DTURBOMILL_CUDA_ARCHITECTURES=$(GPU_ARCH)" -DPYTHON_EXECUTABLE=$$(command -v $(GPU_PYTHON)) \
+	  -DPython_EXECUTABLE=$$(command -v $(GPU_PYTHON)) -Dpybind11_DIR=$$($(GPU_PYTHON) -m pybind11 --cmakedir)
+	cmake --build $(GPU_BUILD)
+	for f in $(GPU_BUILD)/_core*.so; do cp $$f src/turbomill/.core && mv src/turbomill/.core src/turbomill/$$(basename $$f); done
+
+# Builds with the packages that are on the machine, offline, and runs tests/gpu.
+gpu-check: gpu-build
+	PYTHONPATH=src $(GPU_PYTHON) -m pytest -c tests/gpu/gpu.ini --rootdir=. tests/gpu $(GPU_PYTEST)
+
+bench-gpu: gpu-build
+	PYTHONPATH=src $(GPU_PYTHON) -m turbomill.reports.bench_gpu
 
 clean:
 	rm -rf build $(VENV) demo

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, replace
 
 from turbomill.engine.cache_size import CacheSize
@@ -11,6 +12,7 @@ from turbomill.errors import UsageError
 QUANT_POLICIES = (0, 8, 4)
 CACHE_DTYPES = ("auto", "float32", "float16", "bfloat16")
 BACKENDS = ("turbomind",)
+DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
 
 def require(holds: bool, option: str, value: object, expected: str) -> None:
@@ -38,6 +40,7 @@ class EngineConfig:
     cache_block_seq_len: int = 64  # P, tokens per KV block
     quant_policy: int = 0  # bits of the KV cache: 0 keeps cache_dtype, 8 or 4 quantize
     cache_dtype: str = "auto"  # "auto": the model's own dtype
+    device: str = "auto"  # "cpu", "cuda" or "cuda:N"; "auto": a GPU when the core can use one, else the CPU
     num_threads: int = 0  # 0: every core the process may run on
     backend: str = "turbomind"
     strict: bool = False  # never fall back to another engine
@@ -52,6 +55,12 @@ class EngineConfig:
             _is_int(self.num_threads, 0), "num_threads", self.num_threads, "an integer >= 0 (0: every core)"
         )
         CacheSize.parse(self.cache_max_entry_count)
+        require(
+            isinstance(self.device, str) and DEVICE.fullmatch(self.device) is not None,
+            "device",
+            self.device,
+            "auto, cpu, cuda or cuda:N",
+        )
         for name, allowed in (
             ("quant_policy", QUANT_POLICIES),
             ("cache_dtype", CACHE_DTYPES),

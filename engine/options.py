@@ -43,6 +43,12 @@ ENGINE_OPTIONS = (
         show_default=True,
         help="Bits of the KV cache; 0 keeps the model's dtype.",
     ),
+    click.option(
+        "--device",
+        default=DEFAULTS.device,
+        show_default=True,
+        help="cpu, cuda, cuda:N, or auto: a GPU when the engine can use one.",
+    ),
     click.option("--num-threads", type=int, default=0, help="CPU threads.  [every core]"),
     click.option(
         "--backend", type=click.Choice(BACKENDS), default=DEFAULTS.backend, show_default=True, help="Engine."
@@ -62,6 +68,7 @@ def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
         max_prefill_token_num: int,
         cache_max_entry_count: str,
         quant_policy: str,
+        device: str,
         num_threads: int,
         backend: str,
         strict: bool,
@@ -73,6 +80,7 @@ def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
             max_prefill_token_num=max_prefill_token_num,
             cache_max_entry_count=cache_max_entry_count,
             quant_policy=int(quant_policy),
+            device=device,
             num_threads=num_threads,
             backend=backend,
             strict=strict,

@@ -15,9 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from turbomill.engine.bridge import Bridge, OutputStream
-from turbomill.engine.cache_size import cache_block_count, free_memory, show_bytes
+from turbomill.engine.cache_size import cache_block_count, show_bytes
 from turbomill.engine.config import EngineConfig, GenerationConfig
 from turbomill.engine.detokenize import TextStream
+from turbomill.engine.device import free_device_memory, resolve_device
 from turbomill.engine.prompts import PromptEncoder
 from turbomill.engine.requests import (
     EngineError,
@@ -77,7 +78,9 @@ class TurbomindEngine:
         self.store = open_model(model) if isinstance(model, str | os.PathLike) else model
         self._prompts = PromptEncoder(_tokenizer(self.store), self.store.model["vocab_size"])
         self._session_len = self._choose_session_len()
-        self.info = EngineInfo("turbomind", "+".join(self._core.build_info()["backends"]), reason)
+        self._device, chosen = resolve_device(self.config.device, self._core)
+        self.info = EngineInfo("turbomind", self._device, reason)
+        logger.info("device %s: %s", self._device, chosen)
         self._bridge = Bridge()
         self._engine = self._start()
 
@@ -94,6 +97,7 @@ class TurbomindEngine:
         core, config, store = self._core, self.config, self.store
         model = core.ModelConfig(**store.model)
         settings: dict[str, Any] = {
+            "device": self._device,
             "num_threads": config.num_threads,
             "max_batch_size": config.max_batch_size,
             "session_len": self._session_len,
@@ -105,7 +109,10 @@ class TurbomindEngine:
         block_bytes = core.cache_block_bytes(model, core.EngineConfig(**settings, cache_block_count=1))
         weight_bytes = sum(tensor.nbytes for tensor in store.tensors.values())
         blocks = cache_block_count(
-            config, self._session_len, block_bytes, max(free_memory() - weight_bytes, 0)
+            config,
+            self._session_len,
+            block_bytes,
+            max(free_device_memory(self._device, core) - weight_bytes, 0),
         )
         tensors = [
             core.TensorRef(t.name, t.layout, t.dtype, t.shape, str(t.path), t.offset, t.nbytes)

@@ -32,6 +32,7 @@ struct ModelConfig {
 };
 
 #define TM_ENGINE_FIELDS(X)            \
+    X(std::string, device, "cpu")      \
     X(int, num_threads, 0)             \
     X(int, max_batch_size, 64)         \
     X(int, session_len, 2048)          \

@@ -2,7 +2,8 @@
 
 #include <utility>
 
-#include "kernels/cpu/backend.h"
+#include "kernels/cache_layout.h"
+#include "kernels/make_backend.h"
 
 namespace turbomill {
 namespace {
@@ -20,13 +21,13 @@ Turbomind::Turbomind(const ModelConfig& model, const std::vector<TensorRef>& ten
     : model_(checked(model)),
       config_(checked(config)),
       weights_(model_, tensors),
-      backend_(std::make_unique<cpu::CpuBackend>(model_, config_, weights_.rope_inv_freq)),
+      backend_(make_backend(model_, config_, weights_)),
       decoder_(model_, weights_, *backend_, config_.max_step_tokens()),
       engine_(std::make_unique<Engine>(
           model_, config_, [this](BatchData& batch) { decoder_.forward(batch); }, std::move(on_outputs))) {}
 
 size_t cache_block_bytes(const ModelConfig& model, const EngineConfig& config) {
-    return cpu::CacheLayout(checked(model), config).block_bytes;
+    return CacheLayout(checked(model), config).block_bytes;
 }
 
 }  // namespace turbomill

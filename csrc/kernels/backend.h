@@ -24,16 +24,22 @@ class Backend {
     virtual ~Backend() = default;
 
     virtual std::unique_ptr<Buffer> allocate(int rows, int columns) = 0;
+    // For the residual, the `x` of the calls below, to which every layer adds: a backend whose activations
+    // are narrow may keep it wider.
+    virtual std::unique_ptr<Buffer> allocate_residual(int rows, int columns) {
+        return allocate(rows, columns);
+    }
 
     // The embedding table [V, H], set once before the first step; it outlives the backend's use of it.
     virtual void set_embedding(const Linear& table) = 0;
 
     // Makes a step's tokens, positions and block tables current for the calls below.
     virtual void begin_step(const BatchData& batch) = 0;
-    // Waits until everything issued for the step is done.
+    // Waits until everything issued for the step is done; only then are the batch's results there.
     virtual void synchronize() = 0;
 
-    // x [T, H] = embedding rows of the step's tokens; decode tokens come from the slots' last samples.
+    // x [T, H], a residual, = embedding rows of the step's tokens; decode tokens come from the slots' last
+    // samples.
     virtual void embed(Buffer& x) = 0;
     // y [T, H] = rms_norm(x) * weight
     virtual void rms_norm(Buffer& x, const std::vector<float>& weight, Buffer& y) = 0;

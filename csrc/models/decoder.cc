@@ -5,7 +5,7 @@ namespace turbomill {
 Decoder::Decoder(const ModelConfig& c, const Weights& weights, Backend& backend, int max_tokens)
     : weights_(weights),
       backend_(backend),
-      residual_(backend.allocate(max_tokens, c.hidden_size)),
+      residual_(backend.allocate_residual(max_tokens, c.hidden_size)),
       normed_(backend.allocate(max_tokens, c.hidden_size)),
       qkv_(backend.allocate(max_tokens, c.qkv_dim())),
       attention_(backend.allocate(max_tokens, c.q_dim())),

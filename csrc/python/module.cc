@@ -6,4 +6,5 @@ PYBIND11_MODULE(_core, m) {
     turbomill::python::register_configs(m);
     turbomill::python::register_engine(m);
     turbomill::python::register_kernels(m);
+    turbomill::python::register_kernels_cuda(m);
 }

@@ -7,6 +7,9 @@
 #include "kernels/cpu/blas.h"
 #include "kernels/cpu/kernels.h"
 #include "python/register.h"
+#ifdef TM_CUDA
+#include "kernels/cuda/device.h"
+#endif
 
 namespace turbomill::python {
 
@@ -22,7 +25,11 @@ std::vector<std::string> isas() {
 
 py::dict build_info() {
     py::dict info;
-    info["backends"] = std::vector<std::string>{"cpu"};
+    std::vector<std::string> backends{"cpu"};
+#ifdef TM_CUDA
+    backends.push_back("cuda");
+#endif
+    info["backends"] = backends;
 #if defined(TM_X86)
     info["isa"] = std::vector<std::string>{"baseline", "avx2", "avx512"};
 #else
@@ -58,10 +65,27 @@ py::dict cpu_features() {
     return features;
 }
 
+// [{"name", "capability": (major, minor), "free_bytes", "total_bytes"}], by number.
+py::list cuda_devices() {
+    py::list found;
+#ifdef TM_CUDA
+    for (const auto& device : cuda::devices()) {
+        py::dict entry;
+        entry["name"] = device.name;
+        entry["capability"] = py::make_tuple(device.major, device.minor);
+        entry["free_bytes"] = device.free_bytes;
+        entry["total_bytes"] = device.total_bytes;
+        found.append(entry);
+    }
+#endif
+    return found;
+}
+
 }  // namespace
 
 void register_system(py::module_& m) {
     m.def("build_info", &build_info, "What was compiled in.");
+    m.def("cuda_devices", &cuda_devices, "GPUs that the cuda backend could run on; empty without one.");
     m.def("cpu_features", &cpu_features, "What this CPU has and which kernels were chosen.");
     m.def("load_blas", &cpu::load_blas, py::arg("path"), "Open the BLAS library the CPU backend uses.");
 }

@@ -72,6 +72,19 @@ Weights::Weights(const ModelConfig& c, const std::vector<TensorRef>& tensors) {
     }
 }
 
+void Weights::each_linear(const std::function<void(const Linear&)>& f) const {
+    f(embedding);
+    f(output);
+    for (const auto& layer : layers)
+        for (const Linear* w : {&layer.qkv, &layer.o, &layer.gate_up, &layer.down}) f(*w);
+}
+
+void Weights::each_vector(const std::function<void(const std::vector<float>&)>& f) const {
+    f(norm);
+    for (const auto& layer : layers)
+        for (const auto* v : {&layer.attention_norm, &layer.ffn_norm}) f(*v);
+}
+
 const TensorRef& Weights::find(const std::string& name) const {
     const auto it = tensors_.find(name);
     if (it == tensors_.end()) fail(name + ": missing from the store");

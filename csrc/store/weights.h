@@ -1,6 +1,7 @@
 // Tensors of a model store: memory-mapped files and typed views into them. Nothing is copied or repacked.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <unordered_map>
@@ -61,12 +62,17 @@ struct DecoderLayer {
 class Weights {
   public:
     Weights(const ModelConfig& config, const std::vector<TensorRef>& tensors);
+    Weights() = default;  // to be filled by hand, in tests of kernels
 
     Linear embedding;                  // dense [V, H]
     Linear output;                     // dense or quantized [V, H]; the embedding when tied
     std::vector<float> norm;           // [H]
     std::vector<float> rope_inv_freq;  // [D_rot/2]
     std::vector<DecoderLayer> layers;
+
+    // Everything a backend may have to copy: each linear, each vector but the linears' biases.
+    void each_linear(const std::function<void(const Linear&)>& f) const;
+    void each_vector(const std::function<void(const std::vector<float>&)>& f) const;
 
   private:
     const TensorRef& find(const std::string& name) const;

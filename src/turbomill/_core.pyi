@@ -7,10 +7,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 def build_info() -> dict[str, Any]:
-    """Backends, compiler and instruction sets compiled in: {"backends": ["cpu"], "isa": [...], "compiler": ...}."""
+    """Backends, compiler and instruction sets compiled in: {"backends": ["cpu", "cuda"?], "isa": [...], "compiler": ...}."""
 
 def cpu_features() -> dict[str, Any]:
     """{"isa": the kernel set chosen at run time, "features": [names of CPU features found]}."""
+
+def cuda_devices() -> list[dict[str, Any]]:
+    """GPUs by number: [{"name", "capability": (major, minor), "free_bytes", "total_bytes"}]; empty without one."""
 
 def load_blas(path: str) -> None:
     """Open the BLAS library (scipy-openblas64) the CPU backend uses. Must precede the first Engine."""
@@ -34,7 +37,8 @@ class ModelConfig:
 class EngineConfig:
     """What the engine may use. Keyword arguments name the fields."""
 
-    num_threads: int  # 0: every core the process may run on
+    device: str  # "cpu", "cuda" (the first GPU) or "cuda:N"
+    num_threads: int  # 0: every core the process may run on; cpu only
     max_batch_size: int  # sequences that run together
     session_len: int  # prompt + generated tokens of one sequence
     max_prefill_token_num: int  # token budget of one step

@@ -1,0 +1,245 @@
+#include "kernels/cuda/backend.h"
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+
+#include "kernels/cuda/device.h"
+#include "kernels/cuda/error.h"
+
+namespace turbomill::cuda {
+namespace {
+
+constexpr int kMaxHeadDim = 256;
+
+class DeviceBuffer : public Buffer {
+  public:
+    explicit DeviceBuffer(size_t bytes)
+        : memory_(bytes, "an activation buffer", "lower max_prefill_token_num or cache_max_entry_count") {}
+    void* data() override { return memory_.as(); }
+
+  private:
+    DeviceMemory memory_;
+};
+
+CacheView view_of(const CacheLayout& layout, uint8_t* data) {
+    return {data,
+            int64_t(layout.block_bytes),
+            int64_t(layout.layer_bytes),
+            int(layout.row_bytes),
+            int(layout.head_bytes),
+            int(layout.param_bytes),
+            layout.bits,
+            layout.dtype,
+            layout.heads,
+            layout.head_dim,
+            layout.block_len};
+}
+
+// Device memory holding `values`.
+template <class T>
+DeviceMemory upload(const std::vector<T>& values, const std::string& what, cudaStream_t stream) {
+    DeviceMemory memory(values.size() * sizeof(T), what, "lower session_len");
+    check(cudaMemcpyAsync(memory.as(), values.data(), memory.bytes(), cudaMemcpyHostToDevice, stream),
+          what.c_str());
+    return memory;
+}
+
+const ModelConfig& supported(const ModelConfig& model) {
+    if (model.head_dim > kMaxHeadDim || model.head_dim % 8)
+        throw std::invalid_argument("head_dim is " + std::to_string(model.head_dim) +
+                                    ", the cuda backend needs a multiple of 8 up to 256");
+    return model;
+}
+
+int multiprocessors(int device) {
+    int count = 0;
+    check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "counting multiprocessors");
+    return count;
+}
+
+}  // namespace
+
+Stream::Stream() {
+    check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "creating a stream");
+}
+
+Stream::~Stream() {
+    cudaStreamDestroy(stream_);
+}
+
+CudaBackend::CudaBackend(const ModelConfig& model, const EngineConfig& config, const Weights& weights,
+                         const std::vector<float>& inv_freq)
+    : model_(supported(model)),
+      config_(config),
+      device_(select_device(config.device)),
+      type_(activation_type(weights)),
+      weights_(weights, type_, stream_),
+      linear_(type_, weights_.largest_quantized(), stream_),
+      layout_(model, config),
+      cache_bytes_(layout_.block_bytes * config.cache_block_count, "the KV cache",
+                   "lower cache_max_entry_count, or use quant_policy 8 or 4"),
+      cache_(view_of(layout_, cache_bytes_.as<uint8_t>())),
+      tensor_attention_(attention_tensor_fits(type_, model.head_dim)),
+      step_(config, {model, tensor_attention_, multiprocessors(device_)}),
+      // A sequence that just finished may still be in flight while its successor starts: twice the batch.
+      last_token_(2 * size_t(config.max_batch_size) * 4, "the last tokens", "lower max_batch_size"),
+      logit_rows_(2 * config.max_batch_size),
+      normed_(size_t(logit_rows_) * model.hidden_size * dtype_bytes(type_), "the final norm",
+              "lower max_batch_size"),
+      logits_(size_t(logit_rows_) * model.vocab_size * 4, "the logits", "lower max_batch_size"),
+      tokens_(size_t(logit_rows_) * 4, "the samples", "lower max_batch_size"),
+      host_tokens_(size_t(logit_rows_) * 4) {
+    make_rope_table(inv_freq);
+    const size_t slots =
+        TilePlanner(model, tensor_attention_, multiprocessors(device_)).slots() * model.num_kv_heads;
+    parts_ = DeviceMemory(slots * kQueryRows * (model.head_dim + 2) * 4, "attention's partial results",
+                          "lower cache_max_entry_count");
+    part_counters_ = DeviceMemory(slots * 4, "attention's counters", "lower cache_max_entry_count");
+    if (slots) {
+        check(cudaMemsetAsync(part_counters_.as(), 0, part_counters_.bytes(), stream_), "clearing counters");
+    }
+    std::vector<int> numbers(config.max_step_tokens());
+    std::iota(numbers.begin(), numbers.end(), 0);
+    row_numbers_ = upload(numbers, "row numbers", stream_);
+    check(cudaMemsetAsync(last_token_.as(), 0, last_token_.bytes(), stream_), "clearing the last tokens");
+    check(cudaStreamSynchronize(stream_), "starting");
+}
+
+CudaBackend::~CudaBackend() {
+    // Members free device memory; whoever destroys the backend may never have used this device.
+    cudaSetDevice(device_);
+    cudaStreamSynchronize(stream_);
+}
+
+void CudaBackend::make_rope_table(const std::vector<float>& inv_freq) {
+    const size_t half = inv_freq.size();
+    std::vector<float> cos(half * config_.session_len), sin(cos.size());
+    for (int position = 0; position < config_.session_len; ++position) {
+        for (size_t i = 0; i < half; ++i) {
+            // fp32 products, as the models were trained and as transformers computes them
+            const float angle = float(position) * inv_freq[i];
+            cos[position * half + i] = std::cos(angle) * model_.rope_attention_factor;
+            sin[position * half + i] = std::sin(angle) * model_.rope_attention_factor;
+        }
+    }
+    cos_ = upload(cos, "the rotary table", stream_);
+    sin_ = upload(sin, "the rotary table", stream_);
+    check(cudaStreamSynchronize(stream_), "copying the rotary table");
+}
+
+std::unique_ptr<Buffer> CudaBackend::allocate(int rows, int columns) {
+    return std::make_unique<DeviceBuffer>(size_t(rows) * columns * dtype_bytes(type_));
+}
+
+std::unique_ptr<Buffer> CudaBackend::allocate_residual(int rows, int columns) {
+    return std::make_unique<DeviceBuffer>(size_t(rows) * columns * 4);
+}
+
+void CudaBackend::begin_step(const BatchData& batch) {
+    check(cudaSetDevice(device_), "choosing the GPU");  // current per thread
+    finishing_ = nullptr;
+    step_.send(batch, stream_);
+}
+
+void CudaBackend::synchronize() {
+    check(cudaStreamSynchronize(stream_), "running a step");
+    if (!finishing_) return;
+    for (size_t i = 0; i < step_.sampled.size(); ++i) {
+        const int token = host_tokens_.as<int>()[i];
+        finishing_->samples[step_.sampled[i]] = {token, token >= 0};
+    }
+    finishing_ = nullptr;
+}
+
+void CudaBackend::embed(Buffer& x) {
+    cuda::embed(type_, embedding_, step_.ids(), last_token_.as<int>(), static_cast<float*>(x.data()),
+                step_.tokens, model_.hidden_size, stream_);
+}
+
+void CudaBackend::rms_norm(Buffer& x, const std::vector<float>& weight, Buffer& y) {
+    cuda::rms_norm(type_,
+                   {static_cast<float*>(x.data()), nullptr, nullptr, false, weights_.at(weight), y.data(),
+                    step_.tokens, model_.hidden_size, model_.norm_eps},
+                   stream_);
+}
+
+void CudaBackend::add_rms_norm(Buffer& delta, Buffer& x, const std::vector<float>& weight, Buffer& y) {
+    cuda::rms_norm(type_,
+                   {static_cast<float*>(x.data()), delta.data(), nullptr, true, weights_.at(weight), y.data(),
+                    step_.tokens, model_.hidden_size, model_.norm_eps},
+                   stream_);
+}
+
+void CudaBackend::linear(const Linear& w, Buffer& x, Buffer& y) {
+    linear_(device_view(w, weights_), x.data(), step_.tokens, y.data(), type_);
+}
+
+void CudaBackend::rope_and_cache(int layer, Buffer& qkv) {
+    const int half = int(cos_.bytes() / 4 / config_.session_len);
+    cuda::rope_and_cache(type_,
+                         {qkv.data(), cos_.as<float>(), sin_.as<float>(), half, step_.positions(),
+                          step_.row_slice(), step_.slices(), step_.blocks(), step_.tokens, model_.num_heads},
+                         cache_, layer, stream_);
+}
+
+void CudaBackend::attention(int layer, Buffer& qkv, Buffer& out) {
+    const auto args = [&](const QueryTile* tiles, int count) {
+        return AttentionArgs{qkv.data(), out.data(), step_.slices(),  step_.blocks(),
+                             tiles,      count,      model_.num_heads};
+    };
+    const AttentionArgs decodes = args(step_.decodes(), step_.decode_tiles);
+    if (!tensor_attention_) return attention_any(type_, decodes, cache_, layer, stream_);
+    const AttentionParts parts{parts_.as<float>(), part_counters_.as<unsigned>()};
+    attention_tensor(type_, decodes, parts, kQueryRows, cache_, layer, stream_);
+    attention_tensor(type_, args(step_.prompts(), step_.prompt_tiles), parts, kPromptRows, cache_, layer,
+                     stream_);
+}
+
+void CudaBackend::silu_gate(Buffer& gate_up, Buffer& out) {
+    cuda::silu_gate(type_, gate_up.data(), out.data(), step_.tokens, model_.intermediate_size, stream_);
+}
+
+void CudaBackend::copy_logits(Buffer& delta, Buffer& x, const float* norm, const DeviceLinear& head,
+                              int slice, BatchData& batch) {
+    const int length = batch.slices[slice].length;
+    auto& logits = batch.logits[slice];
+    logits.resize(size_t(length) * model_.vocab_size);
+    for (int begin = 0; begin < length; begin += logit_rows_) {
+        const int count = std::min(logit_rows_, length - begin);
+        cuda::rms_norm(type_,
+                       {static_cast<float*>(x.data()), delta.data(),
+                        row_numbers_.as<int>() + step_.first_rows[slice] + begin, false, norm, normed_.as(),
+                        count, model_.hidden_size, model_.norm_eps},
+                       stream_);
+        linear_(head, normed_.as(), count, logits_.as(), DType::F32);
+        check(cudaMemcpyAsync(logits.data() + size_t(begin) * model_.vocab_size, logits_.as(),
+                              size_t(count) * model_.vocab_size * 4, cudaMemcpyDeviceToHost, stream_),
+              "copying logits");
+    }
+}
+
+void CudaBackend::finish(Buffer& delta, Buffer& x, const std::vector<float>& norm, const Linear& head,
+                         BatchData& batch) {
+    batch.samples.assign(batch.slices.size(), {});
+    batch.logits.assign(batch.slices.size(), {});
+    const DeviceLinear output = device_view(head, weights_);
+    const float* weight = weights_.at(norm);
+    for (int i = 0; i < int(batch.slices.size()); ++i)
+        if (batch.slices[i].return_logits) copy_logits(delta, x, weight, output, i, batch);
+    finishing_ = &batch;
+    const int count = int(step_.sampled.size());
+    if (count == 0) return;
+    cuda::rms_norm(type_,
+                   {static_cast<float*>(x.data()), delta.data(), step_.sampled_rows(), false, weight,
+                    normed_.as(), count, model_.hidden_size, model_.norm_eps},
+                   stream_);
+    linear_(output, normed_.as(), count, logits_.as(), DType::F32);
+    sample(logits_.as<float>(), model_.vocab_size, step_.samples(), count, tokens_.as<int>(),
+           last_token_.as<int>(), stream_);
+    check(
+        cudaMemcpyAsync(host_tokens_.as(), tokens_.as(), size_t(count) * 4, cudaMemcpyDeviceToHost, stream_),
+        "copying samples");
+}
+
+}  // namespace turbomill::cuda

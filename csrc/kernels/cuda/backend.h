@@ -1,0 +1,89 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "kernels/backend.h"
+#include "kernels/cache_layout.h"
+#include "kernels/cuda/device_weights.h"
+#include "kernels/cuda/launch.h"
+#include "kernels/cuda/linear.h"
+#include "kernels/cuda/memory.h"
+#include "kernels/cuda/step.h"
+
+namespace turbomill::cuda {
+
+class Stream {
+  public:
+    Stream();
+    ~Stream();
+    Stream(const Stream&) = delete;
+    Stream& operator=(const Stream&) = delete;
+    operator cudaStream_t() const { return stream_; }
+
+  private:
+    cudaStream_t stream_ = nullptr;
+};
+
+// Activations in the model's type, the residual and every sum in fp32. Everything is queued on one stream;
+// the host waits once a step, in synchronize(). Nothing is allocated on the device after the constructor and
+// the decoder's allocate() calls, except by steps that return logits.
+class CudaBackend : public Backend {
+  public:
+    // `inv_freq` [D/2]: rotary frequencies. Copies the weights, which the caller keeps: they name the copies.
+    CudaBackend(const ModelConfig& model, const EngineConfig& config, const Weights& weights,
+                const std::vector<float>& inv_freq);
+    ~CudaBackend() override;
+
+    std::unique_ptr<Buffer> allocate(int rows, int columns) override;
+    std::unique_ptr<Buffer> allocate_residual(int rows, int columns) override;
+    void set_embedding(const Linear& table) override { embedding_ = weights_.at(table.dense); }
+    void begin_step(const BatchData& batch) override;
+    void synchronize() override;
+    void embed(Buffer& x) override;
+    void rms_norm(Buffer& x, const std::vector<float>& weight, Buffer& y) override;
+    void add_rms_norm(Buffer& delta, Buffer& x, const std::vector<float>& weight, Buffer& y) override;
+    void linear(const Linear& w, Buffer& x, Buffer& y) override;
+    void rope_and_cache(int layer, Buffer& qkv) override;
+    void attention(int layer, Buffer& qkv, Buffer& out) override;
+    void silu_gate(Buffer& gate_up, Buffer& out) override;
+    void finish(Buffer& delta, Buffer& x, const std::vector<float>& norm, const Linear& head,
+                BatchData& batch) override;
+
+    DType type() const { return type_; }
+    cudaStream_t stream() const { return stream_; }
+
+  private:
+    void make_rope_table(const std::vector<float>& inv_freq);
+    // Logits of every token of a slice, copied to the host in pieces.
+    void copy_logits(Buffer& delta, Buffer& x, const float* norm, const DeviceLinear& head, int slice,
+                     BatchData& batch);
+
+    const ModelConfig& model_;
+    const EngineConfig& config_;
+    const int device_;
+    const DType type_;
+    Stream stream_;
+    DeviceWeights weights_;
+    const void* embedding_ = nullptr;
+    LinearRunner linear_;
+    const CacheLayout layout_;
+    DeviceMemory cache_bytes_;
+    CacheView cache_;
+    const bool tensor_attention_;
+    StepInputs step_;
+    DeviceMemory parts_, part_counters_;  // where the parts of a decode's keys meet
+    DeviceMemory cos_, sin_;              // [session_len, D/2]
+    DeviceMemory last_token_;             // per slot
+    const int logit_rows_;                // rows of the two below
+    DeviceMemory normed_, logits_;        // [logit_rows, H] in T, [logit_rows, V] fp32
+    DeviceMemory tokens_;                 // [sampled]
+    PinnedMemory host_tokens_;            // likewise
+    DeviceMemory row_numbers_;            // 0, 1, 2, ... as many as a step has rows
+    BatchData* finishing_ = nullptr;      // the batch whose samples synchronize() fills
+};
+
+}  // namespace turbomill::cuda

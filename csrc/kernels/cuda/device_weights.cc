@@ -1,0 +1,91 @@
+#include "kernels/cuda/device_weights.h"
+
+#include <algorithm>
+#include <string>
+
+#include "kernels/cuda/error.h"
+#include "kernels/cuda/launch.h"
+
+namespace turbomill::cuda {
+namespace {
+
+constexpr size_t kAlign = 256;
+
+// One tensor to copy: `elements` of `from`, kept as `to`.
+struct Copy {
+    const void* host;
+    DType from, to;
+    size_t elements;
+    size_t offset = 0;
+
+    size_t bytes() const { return elements * dtype_bytes(to); }
+};
+
+void add_linear(const Linear& w, DType type, std::vector<Copy>& copies) {
+    if (!w.bias.empty()) copies.push_back({w.bias.data(), DType::F32, DType::F32, w.bias.size()});
+    if (w.dense) {
+        copies.push_back({w.dense, w.dtype, type, size_t(w.n) * w.k});
+        return;
+    }
+    if (w.k % 2)
+        throw std::runtime_error("a quantized linear has K = " + std::to_string(w.k) +
+                                 ": the cuda backend needs an even K");
+    const size_t tiles = size_t(ceil_div(w.n, 64)), params = tiles * w.groups * 64;
+    copies.push_back({w.codes, DType::U8, DType::U8, tiles * w.k_tiles * 2048});
+    copies.push_back({w.scales, w.dtype, w.dtype, params});
+    if (w.zeros) copies.push_back({w.zeros, w.dtype, w.dtype, params});
+}
+
+}  // namespace
+
+DType activation_type(const Weights& weights) {
+    if (weights.embedding.dtype != DType::F32) return weights.embedding.dtype;
+    DType type = DType::F32;
+    weights.each_linear([&](const Linear& w) {
+        if (w.codes && type == DType::F32) type = w.dtype;
+    });
+    return type;
+}
+
+DeviceWeights::DeviceWeights(const Weights& weights, DType type, cudaStream_t stream) {
+    std::vector<Copy> copies;
+    weights.each_linear([&](const Linear& w) {
+        add_linear(w, type, copies);
+        if (w.codes) largest_quantized_ = std::max(largest_quantized_, size_t(w.n) * w.k);
+    });
+    weights.each_vector([&](const std::vector<float>& v) {
+        if (!v.empty()) copies.push_back({v.data(), DType::F32, DType::F32, v.size()});
+    });
+    size_t total = 0, staging = 0;
+    for (auto& copy : copies) {
+        if (addresses_.count(copy.host)) continue;  // a tied embedding, say
+        addresses_.emplace(copy.host, nullptr);
+        copy.offset = total;
+        total += (copy.bytes() + kAlign - 1) / kAlign * kAlign;
+        if (copy.from != copy.to) staging = std::max(staging, copy.elements * dtype_bytes(copy.from));
+    }
+    memory_ =
+        DeviceMemory(total, "the model's weights", "use a model with fewer bits per weight, or a larger GPU");
+    const DeviceMemory source(staging, "a weight's conversion",
+                              "use a model with fewer bits per weight, or a larger GPU");
+    for (const auto& copy : copies) {
+        const void*& address = addresses_[copy.host];
+        if (address) continue;
+        uint8_t* target = memory_.as<uint8_t>() + copy.offset;
+        address = target;
+        const bool converts = copy.from != copy.to;
+        check(cudaMemcpyAsync(converts ? source.as() : target, copy.host,
+                              copy.elements * dtype_bytes(copy.from), cudaMemcpyHostToDevice, stream),
+              "copying weights");
+        if (converts) convert(copy.from, source.as(), copy.to, target, int64_t(copy.elements), stream);
+    }
+    check(cudaStreamSynchronize(stream), "copying weights");
+}
+
+const void* DeviceWeights::at(const void* host) const {
+    const auto it = addresses_.find(host);
+    if (it == addresses_.end()) throw std::logic_error("a weight was not copied to the device");
+    return it->second;
+}
+
+}  // namespace turbomill::cuda

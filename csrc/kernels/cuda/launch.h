@@ -1,0 +1,142 @@
+// Every kernel's launcher, as plain C++: host code needs no CUDA compiler. Pointers are device pointers,
+// `type` is the activation type T (float32, float16 or bfloat16), work is queued on `stream`, and a launch
+// that fails throws CudaError. A row count of 0 launches nothing.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "core/dtype.h"
+
+namespace turbomill::cuda {
+
+// One sequence's part of a step. Its tokens are rows [first_row, first_row + length) of the activations, its
+// cache blocks start at blocks[block_offset].
+struct SliceInfo {
+    int context, length, first_row, block_offset;
+};
+
+// Consecutive query rows of one slice, the same for each KV head, and the keys they attend to. Row r is query
+// token r / group, query head head * group + r % group. When the keys are cut into parts, each part is a
+// tile; its results meet in the slots [first_slot, first_slot + parts) of the workspace.
+struct QueryTile {
+    int slice, first;
+    int begin, end;
+    int first_slot, part, parts;
+};
+constexpr int kQueryRows = 16;   // of a tile: decodes, and everything in attention_any
+constexpr int kPromptRows = 64;  // of a prompt's tile in attention_tensor
+
+struct SampleInfo {
+    uint64_t seed, position;
+    float temperature, top_p;
+    int top_k, slot;
+};
+
+// The paged cache as kernels see it; kernels/cache_layout.h says what the offsets mean.
+struct CacheView {
+    uint8_t* data;
+    int64_t block_bytes, layer_bytes;
+    int row_bytes, head_bytes, param_bytes;
+    int bits;     // 8 or 4: codes; else plain values of `dtype`
+    DType dtype;  // F32, F16, BF16
+    int heads, head_dim, block_len;
+};
+
+// A w4 weight on the device, in the store's layout.
+struct W4View {
+    const uint8_t* codes;  // [N/64, k_tiles, 2048]
+    const void* scales;    // [N/64, groups, 64], pair order
+    const void* zeros;     // as scales; null: 8
+    bool bf16_params;      // type of scales and zeros: bfloat16, else float16
+    int n, k;              // logical
+    int k_tiles, groups, group;
+};
+
+// Whether this build holds machine code for the current GPU.
+bool kernels_fit_device();
+
+// dst[i] = src[i] in another type
+void convert(DType from, const void* src, DType to, void* dst, int64_t n, cudaStream_t stream);
+
+// x [T, H] fp32 = table[id]; an id below 0 means: the last sample of slot -1 - id
+void embed(DType type, const void* table, const int* ids, const int* last_token, float* x, int rows, int h,
+           cudaStream_t stream);
+
+struct NormArgs {
+    float* x;             // [*, H], the residual
+    const void* delta;    // [*, H] in T, added to x first; or null
+    const int* rows;      // row i of y is x[rows[i]]; null: x[i]
+    bool keep;            // x + delta is written back
+    const float* weight;  // [H]
+    void* y;              // [count, H] in T
+    int count, h;
+    float eps;
+};
+void rms_norm(DType type, const NormArgs& args, cudaStream_t stream);
+
+// out [rows, I] = silu(gate) * up; gate_up [rows, 2 I] interleaves blocks of 8
+void silu_gate(DType type, const void* gate_up, void* out, int rows, int inter, cudaStream_t stream);
+// y [rows, N] += bias [N]
+void add_bias(DType type, void* y, const float* bias, int rows, int n, cudaStream_t stream);
+
+struct RopeArgs {
+    void* qkv;               // [T, (Nq + 2 Nkv) D] in T; Q and K are rotated, Q and K written back
+    const float *cos, *sin;  // [session_len, half]
+    int half;
+    const int *positions, *row_slice;  // [T]
+    const SliceInfo* slices;
+    const int* blocks;
+    int tokens, num_heads;
+};
+// Rotates, and writes K and V of `layer` to the cache.
+void rope_and_cache(DType type, const RopeArgs& args, const CacheView& cache, int layer, cudaStream_t stream);
+
+struct AttentionArgs {
+    const void* qkv;  // [T, (Nq + 2 Nkv) D] in T
+    void* out;        // [T, Nq D] in T
+    const SliceInfo* slices;
+    const int* blocks;
+    const QueryTile* tiles;
+    int tile_count, num_heads;
+};
+// Works for every type and head size: fp32 arithmetic on the ordinary cores.
+void attention_any(DType type, const AttentionArgs& args, const CacheView& cache, int layer,
+                   cudaStream_t stream);
+
+// Where the parts of a tile meet: kv heads * slots of 16 * (D + 2) floats, and a counter each, zero before
+// and after.
+struct AttentionParts {
+    float* data;
+    unsigned* counters;
+};
+// Whether attention_tensor has kernels for these.
+bool attention_tensor_fits(DType type, int head_dim);
+// On the tensor cores. `tile_rows`: kQueryRows or kPromptRows (whose tiles have one part).
+void attention_tensor(DType type, const AttentionArgs& args, const AttentionParts& parts, int tile_rows,
+                      const CacheView& cache, int layer, cudaStream_t stream);
+
+// Rows that w4_few_rows takes at once.
+constexpr int kFewRows = 32;
+// Partial sums that its workspace must hold for a weight: splits * rows * N floats, and one
+// counter a tile of N, zero before and after.
+struct W4Workspace {
+    float* partial;
+    size_t partial_floats;
+    unsigned* counters;
+    int counter_count;
+    int multiprocessors;
+};
+// y [rows, N] = x [rows, K] w^T + bias, rows <= kFewRows, T 16-bit; y in T, or fp32 when `out` is F32
+void w4_few_rows(DType type, DType out, const W4View& w, const void* x, const float* bias, void* y, int rows,
+                 const W4Workspace& workspace, cudaStream_t stream);
+// dense [N, K] = the weight in T, rounded
+void w4_dequantize(DType type, const W4View& w, void* dense, cudaStream_t stream);
+
+// One token for each row of logits [count, V]: tokens[i] is the token, or -1 when the row is not finite.
+// Tokens also become their slot's last sample.
+void sample(const float* logits, int vocab, const SampleInfo* info, int count, int* tokens, int* last_token,
+            cudaStream_t stream);
+
+}  // namespace turbomill::cuda

@@ -1,0 +1,45 @@
+// Linears on the GPU: which kernel runs which weight at how many rows.
+#pragma once
+
+#include "kernels/cuda/device_weights.h"
+#include "kernels/cuda/gemm.h"
+#include "kernels/cuda/launch.h"
+
+namespace turbomill::cuda {
+
+// Rows up to which a w4 weight is read in place, kFewRows at a time; beyond, it is made dense for cuBLASLt.
+constexpr int kW4InPlace = 64;
+
+// A linear whose pointers are device pointers.
+struct DeviceLinear {
+    int n = 0, k = 0;
+    const void* dense = nullptr;  // [N, K] in the activation type, or null
+    W4View w4{};
+    const float* bias = nullptr;  // [N] or null
+};
+
+DeviceLinear device_view(const Linear& w, const DeviceWeights& weights);
+
+class LinearRunner {
+  public:
+    // `largest_quantized`: elements of the largest w4 weight.
+    LinearRunner(DType type, size_t largest_quantized, cudaStream_t stream);
+
+    // y [rows, N] = x [rows, K] w^T + bias; y in the activation type, or fp32 if `out` says so
+    void operator()(const DeviceLinear& w, const void* x, int rows, void* y, DType out);
+
+    // The two ways for a w4 weight, which operator() chooses from.
+    void w4_in_place(const DeviceLinear& w, const void* x, int rows, void* y, DType out);
+    void w4_as_dense(const DeviceLinear& w, const void* x, int rows, void* y, DType out);
+
+  private:
+    void dense(const void* matrix, const DeviceLinear& w, const void* x, int rows, void* y, DType out);
+
+    DType type_;
+    cudaStream_t stream_;
+    Gemm gemm_;
+    DeviceMemory partial_, counters_, dense_;
+    W4Workspace workspace_;
+};
+
+}  // namespace turbomill::cuda

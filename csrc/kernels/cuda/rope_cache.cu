@@ -1,0 +1,107 @@
+// Rotary embedding and the cache write, one warp for each token and head.
+#include "kernels/cuda/cache.cuh"
+#include "kernels/cuda/launch.h"
+
+namespace turbomill::cuda {
+namespace {
+
+constexpr int kWarps = 4;
+constexpr int kMaxDim = 256;
+constexpr int kPerLane = kMaxDim / 32;
+
+// The arithmetic of the CPU's kv_quantize, rounding for rounding: codes are equal for equal inputs.
+__device__ void write_quantized(const CacheView& c, const float* v, uint8_t* row, __half2* params,
+                                uint8_t* codes, int lane) {
+    const int d = c.head_dim, top = (1 << c.bits) - 1;
+    float low = INFINITY, high = -INFINITY;
+    for (int i = 0; i < kPerLane; ++i)
+        if (lane + 32 * i < d) low = fminf(low, v[i]), high = fmaxf(high, v[i]);
+    low = warp_min(low);
+    high = warp_max(high);
+    const __half2 p =
+        __halves2half2(__float2half_rn(__fdiv_rn(high - low, float(top))), __float2half_rn(low));
+    const float2 rounded = __half22float2(p);
+    const float inverse = rounded.x > 0.f ? __fdiv_rn(1.f, rounded.x) : 0.f;
+    for (int i = 0; i < kPerLane; ++i) {
+        if (lane + 32 * i >= d) break;
+        const float level = __fmul_rn(v[i] - rounded.y, inverse);
+        const int code = level <= 0.f ? 0 : level >= float(top) ? top : int(__fadd_rn(level, 0.5f));
+        codes[lane + 32 * i] = uint8_t(code);
+    }
+    __syncwarp();
+    if (c.bits == 8) {
+        for (int i = lane; i < d; i += 32) row[i] = codes[i];
+    } else {
+        for (int i = lane; i < d / 2; i += 32) row[i] = uint8_t(codes[2 * i] | codes[2 * i + 1] << 4);
+    }
+    if (lane == 0) *params = p;
+}
+
+__device__ void write_plain(const CacheView& c, const float* v, uint8_t* row, int lane) {
+    for (int i = 0; i < kPerLane; ++i) {
+        const int at = lane + 32 * i;
+        if (at >= c.head_dim) break;
+        if (c.dtype == DType::F32) {
+            reinterpret_cast<float*>(row)[at] = v[i];
+        } else if (c.dtype == DType::F16) {
+            reinterpret_cast<__half*>(row)[at] = __float2half_rn(v[i]);
+        } else {
+            reinterpret_cast<__nv_bfloat16*>(row)[at] = __float2bfloat16_rn(v[i]);
+        }
+    }
+}
+
+template <class T>
+__global__ void rope_cache_kernel(RopeArgs a, CacheView c, int layer) {
+    __shared__ float staged[kWarps][kMaxDim];
+    __shared__ uint8_t codes[kWarps][kMaxDim];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int token = blockIdx.x, head = blockIdx.y * kWarps + warp, d = c.head_dim;
+    const int heads = a.num_heads + 2 * c.heads;
+    if (head >= heads) return;  // whole warps leave; the rest only synchronise within a warp
+    T* row = static_cast<T*>(a.qkv) + (int64_t(token) * heads + head) * d;
+    for (int i = lane; i < d; i += 32) staged[warp][i] = to_float(row[i]);
+    __syncwarp();
+    const int position = a.positions[token];
+    const float *cos = a.cos + int64_t(position) * a.half, *sin = a.sin + int64_t(position) * a.half;
+    const bool rotates = head < a.num_heads + c.heads;
+    float v[kPerLane];
+    for (int i = 0; i < kPerLane; ++i) {
+        const int at = lane + 32 * i;
+        if (at >= d) break;
+        v[i] = staged[warp][at];
+        if (!rotates || at >= 2 * a.half) continue;
+        const int j = at < a.half ? at : at - a.half;
+        const float x = staged[warp][j], y = staged[warp][j + a.half];
+        v[i] = at < a.half ? x * cos[j] - y * sin[j] : y * cos[j] + x * sin[j];
+    }
+    if (rotates) {
+        for (int i = 0; i < kPerLane; ++i)
+            if (lane + 32 * i < d) row[lane + 32 * i] = from_float<T>(v[i]);
+    }
+    if (head < a.num_heads) return;
+    const int value = (head - a.num_heads) / c.heads, kv_head = (head - a.num_heads) % c.heads;
+    const int block = a.blocks[a.slices[a.row_slice[token]].block_offset + position / c.block_len];
+    const int place = position % c.block_len;
+    uint8_t* target = cache_row(c, layer, block, value, kv_head, place);
+    if (c.bits < 16) {
+        write_quantized(c, v, target, cache_params(c, layer, block, value, kv_head, place), codes[warp],
+                        lane);
+    } else {
+        write_plain(c, v, target, lane);
+    }
+}
+
+}  // namespace
+
+void rope_and_cache(DType type, const RopeArgs& args, const CacheView& cache, int layer,
+                    cudaStream_t stream) {
+    if (args.tokens == 0) return;
+    if (cache.head_dim > kMaxDim) throw std::invalid_argument("head_dim is larger than 256");
+    const dim3 grid(args.tokens, blocks_for(args.num_heads + 2 * cache.heads, kWarps));
+    with_type(type,
+              [&]<class T>() { rope_cache_kernel<T><<<grid, kWarps * 32, 0, stream>>>(args, cache, layer); });
+    check_launch("rope_and_cache");
+}
+
+}  // namespace turbomill::cuda

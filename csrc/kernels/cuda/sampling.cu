@@ -1,0 +1,250 @@
+// Choosing a token from each row of logits: what kernels/sampling.cc does on the host, token for token. One
+// block to a row. Top-k and top-p need no sort: a radix descent over keys that order tokens by (logit
+// falling, id rising) finds the last key of the set, by count or by probability.
+#include <cstdint>
+
+#include "kernels/cuda/launch.h"
+#include "kernels/cuda/types.cuh"
+
+namespace turbomill::cuda {
+namespace {
+
+constexpr int kThreads = 1024, kWarps = kThreads / 32;
+
+__device__ inline uint64_t mix(uint64_t x) {  // splitmix64's finaliser, as in sampling.cc
+    x += 0x9e3779b97f4a7c15ull;
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
+    x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
+    return x ^ (x >> 31);
+}
+
+// Greater for a greater logit, then for a lower id; no two tokens share one.
+__device__ inline uint64_t key_of(float logit, int id) {
+    const unsigned bits = __float_as_uint(logit + 0.f);  // -0 becomes 0
+    const unsigned ordered = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+    return uint64_t(ordered) << 32 | (0xffffffffu - unsigned(id));
+}
+__device__ inline int id_of(uint64_t key) {
+    return int(0xffffffffu - unsigned(key));
+}
+
+struct Racer {
+    double key;
+    int id;
+};
+
+__device__ inline bool ahead(const Racer& a, const Racer& b) {
+    return b.id < 0 || (a.id >= 0 && (a.key > b.key || (a.key == b.key && a.id < b.id)));
+}
+
+// What a block shares. Results of reductions are read by all threads after the barrier that ends them.
+struct Shared {
+    double mass[256];
+    unsigned count[256];
+    Racer racers[kWarps];
+    uint64_t keys[kWarps];
+    double sums[kWarps];
+    uint64_t prefix;
+    double above;
+    bool done;
+};
+
+__device__ uint64_t block_max(uint64_t v, Shared& s) {
+    for (int mask = 16; mask; mask /= 2) {
+        const uint64_t other = __shfl_xor_sync(kFullWarp, v, mask);
+        v = other > v ? other : v;
+    }
+    __syncthreads();
+    if (threadIdx.x % 32 == 0) s.keys[threadIdx.x / 32] = v;
+    __syncthreads();
+    for (int i = 0; i < kWarps; ++i) v = s.keys[i] > v ? s.keys[i] : v;
+    return v;
+}
+
+__device__ double warp_sum(double v) {
+    for (int mask = 16; mask; mask /= 2) v += __shfl_xor_sync(kFullWarp, v, mask);
+    return v;
+}
+
+__device__ double block_sum(double v, Shared& s) {
+    v = warp_sum(v);
+    __syncthreads();
+    if (threadIdx.x % 32 == 0) s.sums[threadIdx.x / 32] = v;
+    __syncthreads();
+    v = 0;
+    for (int i = 0; i < kWarps; ++i) v += s.sums[i];
+    return v;
+}
+
+// Adds this warp's tokens to the histogram. Logits crowd in few bins at the top digits, where a warp sums
+// before it adds; what is left after two bins is spread out and adds by itself.
+__device__ void tally(bool inside, unsigned bin, double weight, Shared& s) {
+    for (int round = 0; round < 2; ++round) {
+        const unsigned waiting = __ballot_sync(kFullWarp, inside);
+        if (!waiting) return;
+        const unsigned common = __shfl_sync(kFullWarp, bin, __ffs(waiting) - 1);
+        const bool mine = inside && bin == common;
+        const unsigned members = __ballot_sync(kFullWarp, mine);
+        const double total = warp_sum(mine ? weight : 0.0);
+        if (threadIdx.x % 32 == 0) {
+            atomicAdd(&s.mass[common], total);
+            atomicAdd(&s.count[common], unsigned(__popc(members)));
+        }
+        inside = inside && !mine;
+    }
+    if (inside) {
+        atomicAdd(&s.mass[bin], weight);
+        atomicAdd(&s.count[bin], 1u);
+    }
+}
+
+// One warp: the first bin from the top at which mass above reaches `target`; the last non-empty one if
+// rounding keeps the sum below it.
+__device__ void choose_bin(double target, Shared& s) {
+    const int lane = threadIdx.x;
+    double own = 0;
+    for (int i = 0; i < 8; ++i) own += s.mass[255 - 8 * lane - i];
+    double before = own;  // inclusive scan over lanes, then exclusive
+    for (int step = 1; step < 32; step *= 2) {
+        const double other = __shfl_up_sync(kFullWarp, before, step);
+        if (lane >= step) before += other;
+    }
+    before -= own;
+    int bin = -1, lowest = -1;
+    double above = before, lowest_above = before;
+    for (int i = 0; i < 8; ++i) {
+        const int b = 255 - 8 * lane - i;
+        if (!s.count[b]) continue;
+        lowest = b;
+        lowest_above = above;
+        if (s.above + above + s.mass[b] >= target) {
+            bin = b;
+            break;
+        }
+        above += s.mass[b];
+    }
+    const unsigned found = __ballot_sync(kFullWarp, bin >= 0);
+    const unsigned filled = __ballot_sync(kFullWarp, lowest >= 0);
+    const int owner = found ? __ffs(found) - 1 : 31 - __clz(filled);
+    if (lane != owner) return;
+    const int chosen = found ? bin : lowest;
+    const double passed = found ? above : lowest_above;
+    // All of a bin belongs to the set when it holds one token, or just as much as is missing.
+    s.done = s.count[chosen] == 1 || s.above + passed + s.mass[chosen] <= target;
+    s.above += passed;
+    s.prefix = s.prefix << 8 | unsigned(chosen);
+}
+
+// The last key of the smallest set of greatest keys whose weights reach `target`, among keys >= floor.
+template <class Weight>
+__device__ uint64_t descend(const float* logits, int vocab, uint64_t floor, double target, Weight&& weight,
+                            Shared& s) {
+    __syncthreads();
+    if (threadIdx.x == 0) s.prefix = 0, s.above = 0, s.done = false;
+    for (int shift = 56;; shift -= 8) {
+        for (int i = threadIdx.x; i < 256; i += kThreads) s.mass[i] = 0, s.count[i] = 0;
+        __syncthreads();
+        const uint64_t prefix = s.prefix;
+        for (int start = 0; start < vocab; start += kThreads) {
+            const int id = start + int(threadIdx.x);
+            const uint64_t key = id < vocab ? key_of(logits[id], id) : 0;
+            const bool inside = id < vocab && key >= floor && (shift == 56 || key >> (shift + 8) == prefix);
+            tally(inside, unsigned(key >> shift) & 255u, inside ? weight(logits[id]) : 0.0, s);
+        }
+        __syncthreads();
+        if (threadIdx.x < 32) choose_bin(target, s);
+        __syncthreads();
+        if (s.done || shift == 0) {
+            const uint64_t last = s.prefix << shift;
+            return last > floor ? last : floor;
+        }
+    }
+}
+
+// The exponential race of sampling.cc: the token's key, or nothing when it cannot beat `bar`.
+struct Race {
+    uint64_t stream;
+    double inverse;
+
+    __device__ explicit Race(const SampleInfo& info)
+        : stream(mix(mix(info.seed) ^ mix(info.position + 0x632be59bd9b4e019ull))),
+          inverse(1.0 / double(info.temperature)) {}
+
+    __device__ void enter(float logit, int id, Racer& best) const {
+        const double v = double((mix(stream + uint64_t(id)) >> 11) + 1) * 0x1.0p-53;
+        const double energy = double(logit) * inverse;
+        if (best.id >= 0 && double(ilogb(v)) * 0.6931471805599453 > energy - best.key) return;
+        const double limit = 1.0 - 0x1.0p-53;
+        const Racer racer{energy - log(-log1p(-(v < limit ? v : limit))), id};
+        if (ahead(racer, best)) best = racer;
+    }
+};
+
+__device__ Racer block_winner(Racer best, Shared& s) {
+    const auto join = [&](double key, int id) {
+        const Racer other{key, id};
+        if (ahead(other, best)) best = other;
+    };
+    for (int mask = 16; mask; mask /= 2)
+        join(__shfl_xor_sync(kFullWarp, best.key, mask), __shfl_xor_sync(kFullWarp, best.id, mask));
+    __syncthreads();
+    if (threadIdx.x % 32 == 0) s.racers[threadIdx.x / 32] = best;
+    __syncthreads();
+    for (int i = 0; i < kWarps; ++i) join(s.racers[i].key, s.racers[i].id);
+    return best;
+}
+
+__device__ int choose(const float* logits, int vocab, const SampleInfo& info, Shared& s) {
+    uint64_t greatest = 0;
+    bool finite = true;
+    for (int id = threadIdx.x; id < vocab; id += kThreads) {
+        const float logit = logits[id];
+        finite &= bool(isfinite(logit));
+        const uint64_t key = key_of(logit, id);
+        greatest = key > greatest ? key : greatest;
+    }
+    if (!__syncthreads_and(finite)) return -1;
+    const int best = id_of(block_max(greatest, s));
+    if (info.temperature <= 0.f || info.top_k == 1) return best;
+
+    uint64_t floor = 0;
+    if (info.top_k > 0 && info.top_k < vocab)
+        floor = descend(logits, vocab, 0, double(info.top_k), [](float) { return 1.0; }, s);
+    if (info.top_p < 1.f) {
+        const float top = logits[best];
+        const double temperature = info.temperature;
+        const auto weight = [&](float logit) { return exp(double(logit - top) / temperature); };
+        double total = 0;
+        for (int id = threadIdx.x; id < vocab; id += kThreads)
+            if (key_of(logits[id], id) >= floor) total += weight(logits[id]);
+        total = block_sum(total, s);
+        floor = descend(logits, vocab, floor, double(info.top_p) * total, weight, s);
+    }
+    const Race race(info);
+    Racer winner{0, -1};
+    race.enter(logits[best], best, winner);  // a high bar from the start
+    for (int id = threadIdx.x; id < vocab; id += kThreads)
+        if (key_of(logits[id], id) >= floor) race.enter(logits[id], id, winner);
+    return block_winner(winner, s).id;
+}
+
+__global__ void __launch_bounds__(kThreads)
+    sample_kernel(const float* logits, int vocab, const SampleInfo* info, int* tokens, int* last_token) {
+    __shared__ Shared shared;
+    const int row = blockIdx.x;
+    const int token = choose(logits + int64_t(row) * vocab, vocab, info[row], shared);
+    if (threadIdx.x != 0) return;
+    tokens[row] = token;
+    if (token >= 0) last_token[info[row].slot] = token;
+}
+
+}  // namespace
+
+void sample(const float* logits, int vocab, const SampleInfo* info, int count, int* tokens, int* last_token,
+            cudaStream_t stream) {
+    if (count == 0) return;
+    sample_kernel<<<count, kThreads, 0, stream>>>(logits, vocab, info, tokens, last_token);
+    check_launch("sample");
+}
+
+}  // namespace turbomill::cuda

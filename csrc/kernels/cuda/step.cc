@@ -1,0 +1,101 @@
+#include "kernels/cuda/step.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <utility>
+
+#include "core/types.h"
+#include "kernels/cuda/error.h"
+
+namespace turbomill::cuda {
+namespace {
+
+constexpr size_t kAlign = 16;
+
+size_t aligned(size_t bytes) {
+    return (bytes + kAlign - 1) / kAlign * kAlign;
+}
+
+// The most bytes that a step's inputs take.
+size_t most_bytes(const EngineConfig& config, const TilePlanner& planner) {
+    const size_t tokens = config.max_step_tokens();
+    // A sequence that just finished may still be in flight while its successor starts: twice the batch.
+    const size_t slices = std::min<size_t>(2 * size_t(config.max_batch_size), tokens);
+    const size_t blocks = slices * ceil_div(config.session_len, config.block_len);
+    const size_t tiles = planner.most_tiles(slices, tokens);
+    return aligned(4 * tokens) * 3 + aligned(sizeof(SliceInfo) * slices) + aligned(4 * blocks) +
+           aligned(sizeof(QueryTile) * tiles) + aligned(4 * slices) + aligned(sizeof(SampleInfo) * slices);
+}
+
+}  // namespace
+
+StepInputs::StepInputs(const EngineConfig& config, TilePlanner planner)
+    : planner_(std::move(planner)),
+      capacity_(most_bytes(config, planner_)),
+      device_(capacity_, "a step's inputs", "lower max_batch_size or session_len"),
+      host_(capacity_) {}
+
+void StepInputs::send(const BatchData& batch, cudaStream_t stream) {
+    tokens = batch.tokens();
+    planner_.plan(batch);
+    decode_tiles = int(planner_.decodes.size());
+    prompt_tiles = int(planner_.prompts.size());
+    first_rows.clear();
+    sampled.clear();
+    size_t block_count = 0;
+    for (int i = 0; i < int(batch.slices.size()); ++i) {
+        const Slice& slice = batch.slices[i];
+        block_count += slice.blocks.size();
+        if (slice.sample) sampled.push_back(i);
+    }
+    size_t used = 0;
+    const auto take = [&](size_t bytes) {
+        const size_t offset = used;
+        used += aligned(bytes);
+        return offset;
+    };
+    ids_ = take(4 * size_t(tokens));
+    positions_ = take(4 * size_t(tokens));
+    row_slice_ = take(4 * size_t(tokens));
+    slices_ = take(sizeof(SliceInfo) * batch.slices.size());
+    blocks_ = take(4 * block_count);
+    tiles_ = take(sizeof(QueryTile) * size_t(decode_tiles + prompt_tiles));
+    sampled_rows_ = take(4 * sampled.size());
+    samples_ = take(sizeof(SampleInfo) * sampled.size());
+    if (used > capacity_) throw std::logic_error("a step is larger than the configuration allows");
+
+    const auto host = [&]<class T>(T*, size_t offset) {
+        return reinterpret_cast<T*>(host_.as<uint8_t>() + offset);
+    };
+    int* ids = host((int*)nullptr, ids_);
+    int* positions = host((int*)nullptr, positions_);
+    int* row_slice = host((int*)nullptr, row_slice_);
+    SliceInfo* slices = host((SliceInfo*)nullptr, slices_);
+    int* blocks = host((int*)nullptr, blocks_);
+    QueryTile* tiles = host((QueryTile*)nullptr, tiles_);
+    int* sampled_rows = host((int*)nullptr, sampled_rows_);
+    SampleInfo* samples = host((SampleInfo*)nullptr, samples_);
+    int row = 0, block_offset = 0, sample = 0;
+    for (int i = 0; i < int(batch.slices.size()); ++i) {
+        const Slice& slice = batch.slices[i];
+        first_rows.push_back(row);
+        slices[i] = {slice.context, slice.length, row, block_offset};
+        for (int t = 0; t < slice.length; ++t, ++row) {
+            ids[row] = slice.tokens.empty() ? -1 - slice.slot : slice.tokens[t];
+            positions[row] = slice.context + t;
+            row_slice[row] = i;
+        }
+        for (const int block : slice.blocks) blocks[block_offset++] = block;
+        if (!slice.sample) continue;
+        const SamplingParams& s = slice.sampling;
+        sampled_rows[sample] = row - 1;
+        samples[sample++] = {
+            s.seed, uint64_t(slice.context + slice.length), s.temperature, s.top_p, s.top_k, slice.slot};
+    }
+    std::copy(planner_.decodes.begin(), planner_.decodes.end(), tiles);
+    std::copy(planner_.prompts.begin(), planner_.prompts.end(), tiles + decode_tiles);
+    check(cudaMemcpyAsync(device_.as(), host_.as(), used, cudaMemcpyHostToDevice, stream),
+          "sending a step's inputs");
+}
+
+}  // namespace turbomill::cuda

@@ -1,0 +1,56 @@
+#include "kernels/cuda/tiles.h"
+
+#include <algorithm>
+
+#include "core/types.h"
+
+namespace turbomill::cuda {
+namespace {
+
+constexpr int kKeys = 64;         // keys that a kernel takes at once
+constexpr int kFewestKeys = 256;  // of a part: fewer are not worth a merge
+constexpr int kBlocksPerProcessor = 4;
+
+}  // namespace
+
+TilePlanner::TilePlanner(const ModelConfig& model, bool tensor, int multiprocessors)
+    : group_(model.group()),
+      kv_heads_(model.num_kv_heads),
+      tensor_(tensor),
+      target_(ceil_div(kBlocksPerProcessor * multiprocessors, kv_heads_)),
+      // Parts have at least total / target keys, so fewer than `target` tiles have several, and these have at
+      // most `target` parts and one more each.
+      slots_(tensor ? 2 * size_t(target_) + 2 : 0) {}
+
+size_t TilePlanner::most_tiles(size_t slices, size_t tokens) const {
+    return slices + tokens * group_ / kQueryRows + slots_;
+}
+
+void TilePlanner::plan(const BatchData& batch) {
+    decodes.clear();
+    prompts.clear();
+    int64_t total = 0;  // keys of all decodes
+    for (const auto& slice : batch.slices)
+        if (slice.length * group_ <= kQueryRows) total += slice.context + slice.length;
+    const int most = std::max(kFewestKeys, ceil_div(int(ceil_div(int(total), target_)), kKeys) * kKeys);
+    int slot = 0;
+    for (int i = 0; i < int(batch.slices.size()); ++i) {
+        const Slice& slice = batch.slices[i];
+        const int rows = slice.length * group_, keys = slice.context + slice.length;
+        if (!tensor_) {
+            for (int first = 0; first < rows; first += kQueryRows)
+                decodes.push_back({i, first, 0, keys, 0, 0, 1});
+        } else if (rows > kQueryRows) {
+            for (int first = 0; first < rows; first += kPromptRows)
+                prompts.push_back({i, first, 0, keys, 0, 0, 1});
+        } else {
+            const int wanted = ceil_div(keys, most), size = ceil_div(ceil_div(keys, wanted), kKeys) * kKeys;
+            const int parts = ceil_div(keys, size);
+            for (int part = 0; part < parts; ++part)
+                decodes.push_back({i, 0, part * size, std::min(keys, (part + 1) * size), slot, part, parts});
+            if (parts > 1) slot += parts;
+        }
+    }
+}
+
+}  // namespace turbomill::cuda

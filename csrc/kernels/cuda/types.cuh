@@ -1,0 +1,82 @@
+// Element types, reductions and the switch from a DType to a template argument.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <stdexcept>
+
+#include "core/dtype.h"
+#include "kernels/cuda/error.h"
+
+namespace turbomill::cuda {
+
+constexpr unsigned kFullWarp = 0xffffffffu;
+
+__device__ inline float to_float(float v) {
+    return v;
+}
+__device__ inline float to_float(__half v) {
+    return __half2float(v);
+}
+__device__ inline float to_float(__nv_bfloat16 v) {
+    return __bfloat162float(v);
+}
+
+template <class T>
+__device__ inline T from_float(float v);
+template <>
+__device__ inline float from_float<float>(float v) {
+    return v;
+}
+template <>
+__device__ inline __half from_float<__half>(float v) {
+    return __float2half_rn(v);
+}
+template <>
+__device__ inline __nv_bfloat16 from_float<__nv_bfloat16>(float v) {
+    return __float2bfloat16_rn(v);
+}
+
+// fn.operator()<T>() for the type that `type` names.
+template <class F>
+void with_type(DType type, F&& fn) {
+    switch (type) {
+        case DType::F32:
+            return fn.template operator()<float>();
+        case DType::F16:
+            return fn.template operator()<__half>();
+        case DType::BF16:
+            return fn.template operator()<__nv_bfloat16>();
+        case DType::U8:
+            break;
+    }
+    throw std::invalid_argument("no kernel for activations of bytes");
+}
+
+// The same for the 16-bit types.
+template <class F>
+void with_half_type(DType type, F&& fn) {
+    if (type == DType::F16) return fn.template operator()<__half>();
+    if (type == DType::BF16) return fn.template operator()<__nv_bfloat16>();
+    throw std::invalid_argument("this kernel needs float16 or bfloat16 activations");
+}
+
+__device__ inline float warp_sum(float v) {
+    for (int mask = 16; mask; mask /= 2) v += __shfl_xor_sync(kFullWarp, v, mask);
+    return v;
+}
+__device__ inline float warp_max(float v) {
+    for (int mask = 16; mask; mask /= 2) v = fmaxf(v, __shfl_xor_sync(kFullWarp, v, mask));
+    return v;
+}
+__device__ inline float warp_min(float v) {
+    for (int mask = 16; mask; mask /= 2) v = fminf(v, __shfl_xor_sync(kFullWarp, v, mask));
+    return v;
+}
+
+inline int blocks_for(int64_t n, int per_block) {
+    return int((n + per_block - 1) / per_block);
+}
+
+}  // namespace turbomill::cuda

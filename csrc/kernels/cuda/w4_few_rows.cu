@@ -1,0 +1,184 @@
+// W4A16 for few rows: bound by the bytes of the weight, which stream once from memory to the tensor cores'
+// registers. Weights are the A operand (16 rows of N), tokens the B operand (8 columns). The fragments hold
+// code - zero, which is exact; a group's products are summed in fp32 and scaled then, so no weight is
+// rounded.
+//
+// A block owns 64 rows of N and a range of K; its warps take K tiles of 64 in turn and meet in shared memory.
+// When N alone does not fill the GPU, K is split over blocks too: each writes its partial sums, and the last
+// to arrive adds them in order, so that results do not depend on timing.
+#include <algorithm>
+
+#include "kernels/cuda/w4.cuh"
+
+namespace turbomill::cuda {
+namespace {
+
+struct Job {
+    W4View w;
+    const void* x;  // [rows, K]
+    const float* bias;
+    void* y;  // [rows, N]
+    bool out_fp32;
+    int rows, tiles_per_split;
+    float* partial;  // [splits, rows, N/64 * 64]
+    unsigned* counters;
+};
+
+struct Codes {
+    uint4 sub[4];  // a lane's 16 bytes of each sub-tile
+};
+
+__device__ inline Codes load_codes(const W4View& w, int bn, int bk, int lane) {
+    const uint4* tile = reinterpret_cast<const uint4*>(w.codes) + (int64_t(bn) * w.k_tiles + bk) * 128 + lane;
+    Codes codes;
+#pragma unroll
+    for (int s = 0; s < 4; ++s) {
+        uint4& v = codes.sub[s];
+        asm("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+            : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+            : "l"(tile + 32 * s));
+    }
+    return codes;
+}
+
+// Tokens: tiles of 8 rows of x. Group32: two groups to a tile of K; otherwise a tile lies in one group.
+template <class T, int Tokens, int Warps, bool Group32>
+__global__ void __launch_bounds__(Warps * 32) few_rows_kernel(Job job) {
+    constexpr int kColumns = 8 * Tokens, kStride = 68;  // 68: a fragment's stores meet no bank twice
+    __shared__ float sums[Warps][kColumns * kStride];
+    __shared__ bool last;
+    const W4View& w = job.w;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int bn = blockIdx.x, split = blockIdx.y;
+    const int end = min(w.k_tiles, (split + 1) * job.tiles_per_split);
+    const T* x = static_cast<const T*>(job.x);
+
+    float acc[4][Tokens][4] = {};
+    int bk = split * job.tiles_per_split + warp;
+    Codes next;
+    if (bk < end) next = load_codes(w, bn, bk, lane);
+    for (; bk < end; bk += Warps) {
+        const Codes codes = next;
+        if (bk + Warps < end) next = load_codes(w, bn, bk + Warps, lane);
+        unsigned b[Tokens][4][2];
+#pragma unroll
+        for (int m = 0; m < Tokens; ++m) {
+            const int row = 8 * m + g;
+            const T* source = x + int64_t(row) * w.k + 64 * bk + 2 * t;
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                const bool inside = row < job.rows && 64 * bk + 8 * i + 2 * t < w.k;
+                b[m][i / 2][i % 2] = inside ? *reinterpret_cast<const unsigned*>(source + 8 * i) : 0u;
+            }
+        }
+#pragma unroll
+        for (int s = 0; s < 4; ++s) {
+            const unsigned words[4] = {codes.sub[s].x, codes.sub[s].y, codes.sub[s].z, codes.sub[s].w};
+#pragma unroll
+            for (int half = 0; half < (Group32 ? 2 : 1); ++half) {
+                const int group = Group32 ? 2 * bk + half : 64 * bk / w.group;
+                const float2 scale = w4_params(w, w.scales, bn, group, s, g);
+                const CodeShift<T> shift(w4_zeros(w, bn, group, s, g));
+                float part[Tokens][4] = {};
+#pragma unroll
+                for (int j = Group32 ? 2 * half : 0; j < (Group32 ? 2 * half + 2 : 4); ++j) {
+                    unsigned a[4];
+                    shift(words[j], a);
+#pragma unroll
+                    for (int m = 0; m < Tokens; ++m) mma<T>(part[m], a, b[m][j][0], b[m][j][1]);
+                }
+#pragma unroll
+                for (int m = 0; m < Tokens; ++m) {
+                    acc[s][m][0] += part[m][0] * scale.x;
+                    acc[s][m][1] += part[m][1] * scale.x;
+                    acc[s][m][2] += part[m][2] * scale.y;
+                    acc[s][m][3] += part[m][3] * scale.y;
+                }
+            }
+        }
+    }
+#pragma unroll
+    for (int s = 0; s < 4; ++s)
+#pragma unroll
+        for (int m = 0; m < Tokens; ++m)
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                sums[warp][(8 * m + 2 * t + i % 2) * kStride + 16 * s + g + i / 2 * 8] = acc[s][m][i];
+    __syncthreads();
+
+    const int padded = gridDim.x * 64, splits = gridDim.y;
+    const auto finish = [&](int token, int row, float value) {
+        const int n = 64 * bn + row;
+        if (n >= w.n) return;
+        if (job.bias) value += job.bias[n];
+        const int64_t at = int64_t(token) * w.n + n;
+        if (job.out_fp32) {
+            static_cast<float*>(job.y)[at] = value;
+        } else {
+            static_cast<T*>(job.y)[at] = from_float<T>(value);
+        }
+    };
+    for (int i = threadIdx.x; i < job.rows * 64; i += Warps * 32) {
+        const int token = i / 64, row = i % 64;
+        float value = 0.f;
+#pragma unroll
+        for (int v = 0; v < Warps; ++v) value += sums[v][token * kStride + row];
+        if (splits == 1) {
+            finish(token, row, value);
+        } else {
+            job.partial[(int64_t(split) * job.rows + token) * padded + 64 * bn + row] = value;
+        }
+    }
+    if (splits == 1) return;
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) last = atomicAdd(job.counters + bn, 1u) == unsigned(splits - 1);
+    __syncthreads();
+    if (!last) return;
+    __threadfence();
+    for (int i = threadIdx.x; i < job.rows * 64; i += Warps * 32) {
+        const int token = i / 64, row = i % 64;
+        float value = 0.f;
+        for (int part = 0; part < splits; ++part)
+            value += __ldcg(job.partial + (int64_t(part) * job.rows + token) * padded + 64 * bn + row);
+        finish(token, row, value);
+    }
+    if (threadIdx.x == 0) job.counters[bn] = 0;
+}
+
+template <class T, int Tokens, int Warps>
+void launch(Job job, const W4Workspace& workspace, cudaStream_t stream) {
+    const int tiles = blocks_for(job.w.n, 64);
+    int splits = std::clamp(2 * workspace.multiprocessors / tiles, 1, std::max(1, job.w.k_tiles / Warps));
+    splits = int(std::min<size_t>(splits, workspace.partial_floats / (size_t(job.rows) * tiles * 64)));
+    if (splits < 1 || tiles > workspace.counter_count) splits = 1;
+    job.tiles_per_split = blocks_for(job.w.k_tiles, splits);
+    splits = blocks_for(job.w.k_tiles, job.tiles_per_split);
+    const dim3 grid(tiles, splits);
+    if (job.w.group == 32) {
+        few_rows_kernel<T, Tokens, Warps, true><<<grid, Warps * 32, 0, stream>>>(job);
+    } else {
+        few_rows_kernel<T, Tokens, Warps, false><<<grid, Warps * 32, 0, stream>>>(job);
+    }
+}
+
+}  // namespace
+
+void w4_few_rows(DType type, DType out, const W4View& w, const void* x, const float* bias, void* y, int rows,
+                 const W4Workspace& workspace, cudaStream_t stream) {
+    if (rows == 0) return;
+    if (rows > kFewRows) throw std::invalid_argument("w4_few_rows: too many rows");
+    const Job job{w, x, bias, y, out == DType::F32, rows, 0, workspace.partial, workspace.counters};
+    with_half_type(type, [&]<class T>() {
+        if (rows <= 8) {
+            launch<T, 1, 8>(job, workspace, stream);
+        } else if (rows <= 16) {
+            launch<T, 2, 8>(job, workspace, stream);
+        } else {
+            launch<T, 4, 4>(job, workspace, stream);
+        }
+    });
+    check_launch("w4_few_rows");
+}
+
+}  // namespace turbomill::cuda

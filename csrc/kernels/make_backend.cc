@@ -1,0 +1,24 @@
+#include "kernels/make_backend.h"
+
+#include <stdexcept>
+
+#include "kernels/cpu/backend.h"
+#ifdef TM_CUDA
+#include "kernels/cuda/backend.h"
+#endif
+
+namespace turbomill {
+
+std::unique_ptr<Backend> make_backend(const ModelConfig& model, const EngineConfig& config,
+                                      const Weights& weights) {
+    if (config.device == "cpu")
+        return std::make_unique<cpu::CpuBackend>(model, config, weights.rope_inv_freq);
+#ifdef TM_CUDA
+    return std::make_unique<cuda::CudaBackend>(model, config, weights, weights.rope_inv_freq);
+#else
+    throw std::invalid_argument("device is '" + config.device +
+                                "', but this build has the cpu backend only: rebuild with TURBOMILL_CUDA=ON");
+#endif
+}
+
+}  // namespace turbomill

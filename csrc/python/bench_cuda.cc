@@ -1,0 +1,224 @@
+// Timers of single kernels on the GPU: CUDA-graph replays, medians, and data that the L2 cache cannot hold.
+#ifdef TM_CUDA
+
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "core/half.h"
+#include "kernels/cuda/backend.h"
+#include "kernels/cuda/error.h"
+#include "kernels/cuda/linear.h"
+#include "python/cuda_array.h"
+#include "python/register.h"
+
+namespace turbomill::python {
+
+namespace py = pybind11;
+
+namespace {
+
+using cuda::check;
+using cuda::DeviceMemory;
+
+constexpr size_t kColdBytes = size_t(240) << 20;  // several times any GPU's L2
+constexpr size_t kPattern = size_t(1) << 21;      // random elements that fill larger arrays by repetition
+
+std::vector<uint16_t> random_halves(size_t count, DType type, float low, float high) {
+    std::mt19937 generator(7);
+    std::uniform_real_distribution<float> uniform(low, high);
+    std::vector<uint16_t> bits(count);
+    for (auto& b : bits)
+        b = type == DType::F16 ? float_to_f16(uniform(generator)) : float_to_bf16(uniform(generator));
+    return bits;
+}
+
+// Fills device memory with repetitions of `pattern`.
+template <class T>
+void fill(const DeviceMemory& memory, const std::vector<T>& pattern) {
+    const size_t bytes = pattern.size() * sizeof(T);
+    for (size_t at = 0; at < memory.bytes(); at += bytes)
+        check(cudaMemcpy(memory.as<uint8_t>() + at, pattern.data(), std::min(bytes, memory.bytes() - at),
+                         cudaMemcpyHostToDevice),
+              "filling");
+}
+
+DeviceMemory random_memory(size_t bytes, const std::vector<uint16_t>& pattern) {
+    DeviceMemory memory(bytes, "a benchmark's data", "use a smaller case");
+    fill(memory, pattern);
+    return memory;
+}
+
+// Median microseconds of `launches` calls recorded in one graph, per call.
+double time_graph(cudaStream_t stream, int launches, int repeats, const std::function<void(int)>& call) {
+    for (int i = 0; i < std::min(launches, 2); ++i) call(i);  // algorithms are chosen outside the capture
+    check(cudaStreamSynchronize(stream), "warming up");
+    cudaGraph_t graph = nullptr;
+    cudaGraphExec_t exec = nullptr;
+    check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture");
+    for (int i = 0; i < launches; ++i) call(i);
+    check(cudaStreamEndCapture(stream, &graph), "capture");
+    check(cudaGraphInstantiate(&exec, graph, 0), "graph");
+    cudaEvent_t begin = nullptr, end = nullptr;
+    check(cudaEventCreate(&begin), "event");
+    check(cudaEventCreate(&end), "event");
+    std::vector<float> times;
+    for (int i = 0; i < repeats + 2; ++i) {
+        check(cudaEventRecord(begin, stream), "event");
+        check(cudaGraphLaunch(exec, stream), "replay");
+        check(cudaEventRecord(end, stream), "event");
+        check(cudaEventSynchronize(end), "replay");
+        float milliseconds = 0;
+        check(cudaEventElapsedTime(&milliseconds, begin, end), "event");
+        if (i >= 2) times.push_back(milliseconds);
+    }
+    cudaEventDestroy(begin);
+    cudaEventDestroy(end);
+    cudaGraphExecDestroy(exec);
+    cudaGraphDestroy(graph);
+    std::nth_element(times.begin(), times.begin() + times.size() / 2, times.end());
+    return double(times[times.size() / 2]) * 1000 / launches;
+}
+
+// Microseconds of y [rows, N] = x w^T. `way`: "dense", or a w4 weight's "in_place" or "as_dense", "" the
+// engine's.
+double bench_linear(int n, int k, int rows, int group, const std::string& dtype, const std::string& way,
+                    int repeats) {
+    const DType type = parse_dtype(dtype);
+    const cuda::Stream stream;
+    const bool dense = way == "dense";
+    const size_t weight_bytes = dense ? size_t(n) * k * 2 : size_t(n) * k / 2;
+    const int copies = int(std::clamp<size_t>(kColdBytes / weight_bytes + 1, 2, 64));
+    const auto values = random_halves(kPattern, type, -1.f, 1.f),
+               scales = random_halves(kPattern, type, 0.01f, 0.02f);
+    std::mt19937 generator(3);
+    std::vector<uint16_t> codes(kPattern);
+    for (auto& c : codes) c = uint16_t(generator());
+    const size_t group_bytes = size_t(n) * (k / group) * 2;
+    std::vector<DeviceMemory> weights, params;
+    for (int i = 0; i < copies; ++i) {
+        weights.push_back(random_memory(weight_bytes, dense ? values : codes));
+        params.push_back(random_memory(group_bytes, scales));
+    }
+    const DeviceMemory x = random_memory(size_t(rows) * k * 2, values), y(size_t(rows) * n * 2, "y", "");
+    cuda::LinearRunner run(type, dense ? 0 : size_t(n) * k, stream);
+    return time_graph(stream, copies, repeats, [&](int i) {
+        cuda::DeviceLinear linear;
+        linear.n = n;
+        linear.k = k;
+        if (dense) {
+            linear.dense = weights[i].as();
+        } else {
+            linear.w4 = {weights[i].as<uint8_t>(),
+                         params[i].as(),
+                         nullptr,
+                         type == DType::BF16,
+                         n,
+                         k,
+                         k / 64,
+                         k / group,
+                         group};
+        }
+        if (way == "in_place") {
+            run.w4_in_place(linear, x.as(), rows, y.as(), type);
+        } else if (way == "as_dense") {
+            run.w4_as_dense(linear, x.as(), rows, y.as(), type);
+        } else {
+            run(linear, x.as(), rows, y.as(), type);
+        }
+    });
+}
+
+// Microseconds of one layer's attention for `batch` sequences that add `length` tokens to `context` ones
+// each.
+double bench_attention(int batch, int context, int length, int num_heads, int num_kv_heads, int head_dim,
+                       int block_len, int quant_policy, const std::string& dtype, int repeats) {
+    ModelConfig model;
+    model.num_layers = 1;
+    model.hidden_size = 64;
+    model.vocab_size = 1;
+    model.num_heads = num_heads;
+    model.num_kv_heads = num_kv_heads;
+    model.head_dim = head_dim;
+    model.intermediate_size = 8;
+    const int total = context + length, blocks = ceil_div(total, block_len);
+    EngineConfig config;
+    config.device = "cuda";
+    config.session_len = total;
+    config.max_prefill_token_num = std::max(total, batch * length);
+    config.max_batch_size = batch;
+    config.block_len = block_len;
+    config.cache_block_count = batch * blocks;
+    config.quant_policy = quant_policy;
+    config.cache_dtype = dtype;
+    const DType type = parse_dtype(dtype);
+    const std::vector<uint8_t> embedding(64 * 4, 0);
+    Weights weights;
+    weights.embedding.n = 1;
+    weights.embedding.k = 64;
+    weights.embedding.dtype = type;
+    weights.embedding.dense = embedding.data();
+    weights.output = weights.embedding;
+    cuda::CudaBackend backend(model, config, weights, std::vector<float>(head_dim / 2, 0.f));
+
+    const int rows = config.max_prefill_token_num;
+    const auto qkv = backend.allocate(rows, model.qkv_dim()), out = backend.allocate(rows, model.q_dim());
+    const auto pattern = random_halves(kPattern, type, -2.f, 2.f);
+    for (size_t at = 0, bytes = size_t(rows) * model.qkv_dim() * 2; at < bytes; at += kPattern * 2)
+        check(cudaMemcpy(static_cast<uint8_t*>(qkv->data()) + at, pattern.data(),
+                         std::min(kPattern * 2, bytes - at), cudaMemcpyHostToDevice),
+              "filling");
+    const auto slice_of = [&](int sequence, int begin, int count) {
+        Slice slice;
+        slice.context = begin;
+        slice.length = count;
+        slice.tokens.assign(count, 0);
+        for (int b = 0; b < blocks; ++b)
+            slice.blocks.push_back((b * batch + sequence) % config.cache_block_count);
+        return slice;
+    };
+    for (int i = 0; i < batch; ++i) {  // every sequence's cache
+        BatchData fill_batch;
+        fill_batch.slices.push_back(slice_of(i, 0, total));
+        backend.begin_step(fill_batch);
+        backend.rope_and_cache(0, *qkv);
+        backend.synchronize();
+    }
+    BatchData step;
+    for (int i = 0; i < batch; ++i) step.slices.push_back(slice_of(i, context, length));
+    backend.begin_step(step);
+    return time_graph(backend.stream(), 4, repeats, [&](int) { backend.attention(0, *qkv, *out); });
+}
+
+// Bytes a second, read and written together, of a large device-to-device copy.
+double bench_copy() {
+    const size_t bytes = size_t(4) << 30;
+    const cuda::Stream stream;
+    const auto pattern = random_halves(kPattern, DType::F16, -1.f, 1.f);
+    const DeviceMemory from = random_memory(bytes, pattern), to(bytes, "a copy", "");
+    const double us = time_graph(stream, 2, 9, [&](int) {
+        check(cudaMemcpyAsync(to.as(), from.as(), bytes, cudaMemcpyDeviceToDevice, stream), "copy");
+    });
+    return 2.0 * double(bytes) / (us * 1e-6);
+}
+
+}  // namespace
+
+void register_bench_cuda(py::module_& m) {
+    m.def("bench_linear", &bench_linear, py::arg("n"), py::arg("k"), py::arg("rows"), py::arg("group") = 128,
+          py::arg("dtype") = "float16", py::arg("way") = "", py::arg("repeats") = 15);
+    m.def("bench_attention", &bench_attention, py::arg("batch"), py::arg("context"), py::arg("length"),
+          py::arg("num_heads"), py::arg("num_kv_heads"), py::arg("head_dim"), py::arg("block_len") = 64,
+          py::arg("quant_policy") = 0, py::arg("dtype") = "float16", py::arg("repeats") = 9);
+    m.def("bench_copy", &bench_copy);
+}
+
+}  // namespace turbomill::python
+
+#endif

@@ -1,0 +1,36 @@
+"""Where the native engine computes: what `device` means on this machine, and the free memory there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from turbomill.engine.cache_size import free_memory
+from turbomill.errors import UsageError
+
+
+def resolve_device(device: str, core: Any) -> tuple[str, str]:
+    """("cpu" or "cuda:N", why) for EngineConfig's `device`. Raises UsageError when there is no such GPU."""
+    if device == "cpu":
+        return "cpu", "asked for"
+    built = "cuda" in core.build_info()["backends"]
+    gpus = core.cuda_devices() if built else []
+    if device == "auto":
+        if gpus:
+            return "cuda:0", f"found {gpus[0]['name']}"
+        return "cpu", "no GPU was found" if built else "this build has no cuda backend"
+    if not built:
+        raise UsageError(
+            f"device is {device!r}, but this build has no cuda backend: rebuild where nvcc and cuBLAS "
+            "are, or use --device cpu"
+        )
+    index = int(device.partition(":")[2] or 0)
+    if index >= len(gpus):
+        raise UsageError(f"device is {device!r}, but {len(gpus)} GPUs were found: use --device cpu or auto")
+    return f"cuda:{index}", "asked for"
+
+
+def free_device_memory(device: str, core: Any) -> int:
+    """Bytes that may still be allocated on a resolved device."""
+    if device == "cpu":
+        return free_memory()
+    return core.cuda_devices()[int(device.partition(":")[2])]["free_bytes"]

@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import gpu_tolerance
+import numpy as np
+import pytest
+
+from turbomill import _core
+
+HEADS = [
+    (4, 4, 64),
+    (9, 3, 64),
+    (8, 1, 128),
+    (4, 2, 80),
+    (3, 3, 96),
+    (32, 8, 128),
+    (20, 1, 64),
+    (4, 2, 24),
+    (2, 1, 256),
+]
+# (tokens, context, chunk): whole prompts, chunks over block borders, decodes
+SPANS = [
+    (1, 0, 999),
+    (15, 0, 999),
+    (65, 0, 999),
+    (130, 0, 64),
+    (64, 63, 1),
+    (65, 64, 1),
+    (129, 100, 29),
+    (300, 256, 40),
+    (700, 697, 1),
+]
+
+
+def reference(
+    qkv: np.ndarray, nq: int, nkv: int, d: int, context: int, inv_freq: np.ndarray | None = None
+) -> np.ndarray:
+    """Causal attention of the rows after `context`, in fp64, after rotating queries and keys."""
+    t, group = len(qkv), nq // nkv
+    wide = qkv.astype(np.float64).reshape(t, nq + 2 * nkv, d)
+    if inv_freq is not None:
+        angle = np.arange(t)[:, None] * inv_freq.astype(np.float64)
+        cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
+        a, b = wide[:, : nq + nkv, : d // 2].copy(), wide[:, : nq + nkv, d // 2 :].copy()
+        wide[:, : nq + nkv, : d // 2] = a * cos - b * sin
+        wide[:, : nq + nkv, d // 2 :] = b * cos + a * sin
+    q, k, v = wide[context:, :nq], wide[:, nq : nq + nkv], wide[:, nq + nkv :]
+    k, v = k.repeat(group, 1), v.repeat(group, 1)
+    scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(d)
+    scores[:, np.arange(context, t)[:, None] < np.arange(t)] = -np.inf
+    p = np.exp(scores - scores.max(-1, keepdims=True))
+    return np.einsum("hqk,khd->qhd", p / p.sum(-1, keepdims=True), v).reshape(t - context, nq * d)
+
+
+def case(tokens: int, nq: int, nkv: int, d: int, dtype: str) -> np.ndarray:
+    values = np.random.default_rng().standard_normal((tokens, (nq + 2 * nkv) * d)) * 1.5
+    return gpu_tolerance.rounded(values, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize(("nq", "nkv", "d"), HEADS)
+def test_plain_cache(nq: int, nkv: int, d: int, dtype: str) -> None:
+    for tokens, context, chunk in SPANS:
+        qkv = case(tokens, nq, nkv, d, dtype)
+        out = _core.kernels_cuda.attention(
+            qkv, nq, nkv, d, context, cache_dtype=dtype, dtype=dtype, chunk=chunk
+        )
+        gpu_tolerance.assert_close(out, reference(qkv, nq, nkv, d, context), gpu_tolerance.ATTENTION[dtype])
+
+
+@pytest.mark.parametrize("block_len", [8, 16, 128])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_block_length_does_not_matter(block_len: int, dtype: str) -> None:
+    qkv = case(200, 9, 3, 64, dtype)
+    for context, chunk in ((40, 160), (199, 1)):
+        out = _core.kernels_cuda.attention(
+            qkv, 9, 3, 64, context, block_len, cache_dtype=dtype, dtype=dtype, chunk=chunk
+        )
+        gpu_tolerance.assert_close(out, reference(qkv, 9, 3, 64, context), gpu_tolerance.ATTENTION[dtype])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("d", [64, 80, 128])
+def test_rotation(d: int, dtype: str) -> None:
+    inv_freq = (10000.0 ** (-np.arange(0, d, 2) / d)).astype(np.float32)
+    qkv = case(150, 4, 2, d, dtype)
+    # Rotated queries and keys are rounded to the format once more.
+    bound = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 8e-3}[dtype]
+    for context, chunk in ((0, 999), (149, 1)):
+        out = _core.kernels_cuda.attention(
+            qkv, 4, 2, d, context, cache_dtype=dtype, dtype=dtype, inv_freq=inv_freq.tolist(), chunk=chunk
+        )
+        gpu_tolerance.assert_close(out, reference(qkv, 4, 2, d, context, inv_freq), bound)
+
+
+def stored(x: np.ndarray, bits: int) -> np.ndarray:
+    """What a quantized cache gives back for heads [*, D]."""
+    low, high = x.min(1), x.max(1)
+    scale = ((high - low) / np.float32(2**bits - 1)).astype(np.float16).astype(np.float32)[:, None]
+    zero = low.astype(np.float16).astype(np.float32)[:, None]
+    return (
+        np.clip(np.floor((x - zero) * (np.float32(1) / scale) + np.float32(0.5)), 0, 2**bits - 1) * scale
+        + zero
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize(("nq", "nkv", "d"), [(9, 3, 64), (32, 8, 128), (4, 2, 80), (3, 3, 96), (4, 2, 24)])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_quantized_cache_is_attention_over_what_it_stored(
+    bits: int, nq: int, nkv: int, d: int, dtype: str
+) -> None:
+    for tokens, context, chunk in SPANS:
+        qkv = case(tokens, nq, nkv, d, dtype)
+        heads = np.ascontiguousarray(qkv[:, nq * d :].reshape(-1, d))
+        expected = np.concatenate([qkv[:, : nq * d], stored(heads, bits).reshape(tokens, -1)], 1)
+        out = _core.kernels_cuda.attention(
+            qkv, nq, nkv, d, context, quant_policy=bits, cache_dtype="float16", dtype=dtype, chunk=chunk
+        )
+        gpu_tolerance.assert_close(
+            out, reference(expected, nq, nkv, d, context), gpu_tolerance.ATTENTION[dtype]
+        )
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_cache_of_another_type_than_activations(dtype: str) -> None:
+    other = {"float16": "bfloat16", "bfloat16": "float16"}[dtype]
+    for cache_dtype in (other, "float32"):
+        qkv = gpu_tolerance.rounded(case(130, 8, 2, 64, dtype), other)
+        qkv = gpu_tolerance.rounded(qkv, dtype)  # few values are left that one holds and the other does not
+        kept = gpu_tolerance.rounded(qkv, cache_dtype)
+        for context, chunk in ((0, 999), (129, 1)):
+            out = _core.kernels_cuda.attention(
+                qkv, 8, 2, 64, context, cache_dtype=cache_dtype, dtype=dtype, chunk=chunk
+            )
+            expected = reference(np.concatenate([qkv[:, : 8 * 64], kept[:, 8 * 64 :]], 1), 8, 2, 64, context)
+            gpu_tolerance.assert_close(out, expected, gpu_tolerance.ATTENTION[dtype])

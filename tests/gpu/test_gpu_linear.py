@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import gpu_tolerance
+import numpy as np
+import pytest
+from w4_packing import pack_codes, pack_params
+
+from turbomill import _core
+
+ROWS = [1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 130]
+SIZES = [(15, 16), (16, 24), (63, 72), (64, 64), (65, 128), (200, 40), (333, 576)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("out_fp32", [False, True])
+@pytest.mark.parametrize(("n", "k"), SIZES)
+def test_dense(n: int, k: int, out_fp32: bool, dtype: str) -> None:
+    rng = np.random.default_rng()
+    w = gpu_tolerance.rounded(rng.standard_normal((n, k)), dtype)
+    bias = rng.standard_normal(n).astype(np.float32)
+    out = "float32" if out_fp32 else dtype
+    for rows in ROWS:
+        x = gpu_tolerance.rounded(rng.standard_normal((rows, k)), dtype)
+        expected = x.astype(np.float64) @ w.astype(np.float64).T + bias
+        y = _core.kernels_cuda.dense_linear(x, w, bias, dtype=dtype, out_dtype=out)
+        # The bias is added to a product that is already rounded.
+        gpu_tolerance.assert_close(y, expected, 1.5 * gpu_tolerance.OUTPUT[out])
+
+
+W4_CASES = [
+    (15, 64, 32),
+    (64, 64, 64),
+    (65, 128, 32),
+    (80, 192, 64),
+    (200, 256, 128),
+    (16, 40, 64),
+    (48, 256, 256),
+    (128, 4096, 128),
+    (64, 1088, 32),
+    (8448, 1024, 64),
+]
+
+
+def w4_case(n: int, k: int, group: int, symmetric: bool, dtype: str) -> tuple[np.ndarray, tuple]:
+    """A weight [N, K] in fp64, and its stored form, where K is padded to tiles of 64."""
+    rng = np.random.default_rng()
+    padded = -(-k // 64) * 64
+    groups = padded // group
+    codes = rng.integers(0, 16, (n, k), dtype=np.uint8)
+    scales = gpu_tolerance.rounded(rng.uniform(0.01, 0.1, (n, groups)), dtype)
+    zeros = np.full((n, groups), 8.0) if symmetric else rng.integers(0, 16, (n, groups)).astype(np.float64)
+    at = np.arange(k) // group
+    w = (codes - zeros[:, at]) * scales[:, at].astype(np.float64)
+    stored_zeros = None if symmetric else gpu_tolerance.bits(pack_params(zeros.astype(np.float32)), dtype)
+    return w, (pack_codes(codes), gpu_tolerance.bits(pack_params(scales), dtype), stored_zeros)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize(("n", "k", "group"), W4_CASES)
+def test_w4_in_place_rounds_no_weight(n: int, k: int, group: int, symmetric: bool, dtype: str) -> None:
+    rng = np.random.default_rng()
+    w, stored = w4_case(n, k, group, symmetric, dtype)
+    bias = rng.standard_normal(n).astype(np.float32)
+    for rows in ROWS:
+        x = gpu_tolerance.rounded(rng.standard_normal((rows, k)), dtype)
+        expected = x.astype(np.float64) @ w.T + bias
+        for out in (dtype, "float32"):
+            y = _core.kernels_cuda.w4_linear(
+                x, *stored, n, k, bias, dtype=dtype, scale_dtype=dtype, out_dtype=out, way="in_place"
+            )
+            gpu_tolerance.assert_close(y, expected, gpu_tolerance.OUTPUT[out])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize(("n", "k", "group"), W4_CASES)
+def test_w4_as_dense(n: int, k: int, group: int, symmetric: bool, dtype: str) -> None:
+    rng = np.random.default_rng()
+    w, stored = w4_case(n, k, group, symmetric, dtype)
+    for rows in (1, 17, 130):
+        x = gpu_tolerance.rounded(rng.standard_normal((rows, k)), dtype)
+        y = _core.kernels_cuda.w4_linear(
+            x, *stored, n, k, dtype=dtype, scale_dtype=dtype, out_dtype=dtype, way="as_dense"
+        )
+        # Weights are rounded too.
+        gpu_tolerance.assert_close(y, x.astype(np.float64) @ w.T, 2 * gpu_tolerance.OUTPUT[dtype])
+
+
+@pytest.mark.parametrize(("dtype", "scale_dtype"), [("bfloat16", "float16"), ("float16", "bfloat16")])
+def test_scales_of_another_type_than_activations(dtype: str, scale_dtype: str) -> None:
+    w, stored = w4_case(80, 192, 64, False, scale_dtype)
+    for way, bound in (("in_place", 1), ("as_dense", 2), ("", 2)):
+        x = gpu_tolerance.rounded(np.random.default_rng().standard_normal((5, 192)), dtype)
+        y = _core.kernels_cuda.w4_linear(
+            x, *stored, 80, 192, dtype=dtype, scale_dtype=scale_dtype, out_dtype=dtype, way=way
+        )
+        gpu_tolerance.assert_close(y, x.astype(np.float64) @ w.T, bound * gpu_tolerance.OUTPUT[dtype])
+
+
+def test_w4_gives_the_same_bits_every_time() -> None:
+    """Partial sums of a split K are added in order, whichever block arrives last."""
+    _, stored = w4_case(64, 8192, 128, True, "float16")
+    x = gpu_tolerance.rounded(np.random.default_rng().standard_normal((3, 8192)), "float16")
+    runs = [
+        _core.kernels_cuda.w4_linear(
+            x, *stored, 64, 8192, dtype="float16", scale_dtype="float16", out_dtype="float32", way="in_place"
+        )
+        for _ in range(5)
+    ]
+    for run in runs[1:]:
+        np.testing.assert_array_equal(run, runs[0])
