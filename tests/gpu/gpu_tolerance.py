@@ -12,6 +12,8 @@ import torch
 OUTPUT = {"float32": 3e-6, "float16": 4e-4, "bfloat16": 3e-3}
 # Attention also rounds probabilities to the format before they meet the values.
 ATTENTION = {"float32": 3e-6, "float16": 8e-4, "bfloat16": 6e-3}
+# A quantized cache's keys and values are rounded to the format, too, when they are read.
+ATTENTION_QUANTIZED = {"float32": 3e-6, "float16": 1e-3, "bfloat16": 8e-3}
 TORCH = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 

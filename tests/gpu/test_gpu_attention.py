@@ -117,7 +117,7 @@ def test_quantized_cache_is_attention_over_what_it_stored(
             qkv, nq, nkv, d, context, quant_policy=bits, cache_dtype="float16", dtype=dtype, chunk=chunk
         )
         gpu_tolerance.assert_close(
-            out, reference(expected, nq, nkv, d, context), gpu_tolerance.ATTENTION[dtype]
+            out, reference(expected, nq, nkv, d, context), gpu_tolerance.ATTENTION_QUANTIZED[dtype]
         )
 
 

@@ -39,7 +39,7 @@ def prompt(length: int, vocab: int = 320, seed: int = 3) -> list[int]:
 
 def reference_logits(model: torch.nn.Module, ids: list[int]) -> np.ndarray:
     with torch.no_grad():
-        return model(torch.tensor([ids])).logits[0].numpy()
+        return model(torch.tensor([ids])).logits[0].float().numpy()
 
 
 def reference_greedy(model: Any, ids: list[int], count: int) -> list[int]:
