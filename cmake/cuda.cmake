@@ -30,6 +30,9 @@ if(TURBOMILL_CUDA_FOUND)
   add_library(kernels_cuda OBJECT
     csrc/kernels/cuda/attention_any.cu
     csrc/kernels/cuda/attention_tensor.cu
+    csrc/kernels/cuda/attention_tensor_16.cu
+    csrc/kernels/cuda/attention_tensor_4.cu
+    csrc/kernels/cuda/attention_tensor_8.cu
     csrc/kernels/cuda/elementwise.cu
     csrc/kernels/cuda/rope_cache.cu
     csrc/kernels/cuda/sampling.cu

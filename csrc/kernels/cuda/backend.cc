@@ -80,7 +80,7 @@ CudaBackend::CudaBackend(const ModelConfig& model, const EngineConfig& config, c
       cache_bytes_(layout_.block_bytes * config.cache_block_count, "the KV cache",
                    "lower cache_max_entry_count, or use quant_policy 8 or 4"),
       cache_(view_of(layout_, cache_bytes_.as<uint8_t>())),
-      tensor_attention_(attention_tensor_fits(type_, model.head_dim)),
+      tensor_attention_(attention_tensor_fits(type_, cache_)),
       step_(config, {model, tensor_attention_, multiprocessors(device_)}),
       // A sequence that just finished may still be in flight while its successor starts: twice the batch.
       last_token_(2 * size_t(config.max_batch_size) * 4, "the last tokens", "lower max_batch_size"),

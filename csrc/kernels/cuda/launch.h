@@ -112,7 +112,7 @@ struct AttentionParts {
     unsigned* counters;
 };
 // Whether attention_tensor has kernels for these.
-bool attention_tensor_fits(DType type, int head_dim);
+bool attention_tensor_fits(DType type, const CacheView& cache);
 // On the tensor cores. `tile_rows`: kQueryRows or kPromptRows (whose tiles have one part).
 void attention_tensor(DType type, const AttentionArgs& args, const AttentionParts& parts, int tile_rows,
                       const CacheView& cache, int layer, cudaStream_t stream);

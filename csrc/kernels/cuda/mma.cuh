@@ -43,6 +43,36 @@ struct Pair<__nv_bfloat16> {
     static __device__ float2 unpack(type v) { return __bfloat1622float2(v); }
 };
 
+// Four 8 x 8 matrices of 16-bit values; lane l names row l % 8 of matrix l / 8. Lane 4g + t gets columns 2t,
+// 2t + 1 of row g of each; transposed, rows 2t, 2t + 1 of column g.
+__device__ inline void load_matrices(unsigned (&r)[4], const void* shared) {
+    const unsigned address = unsigned(__cvta_generic_to_shared(shared));
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address));
+}
+__device__ inline void load_transposed(unsigned (&r)[4], const void* shared) {
+    const unsigned address = unsigned(__cvta_generic_to_shared(shared));
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address));
+}
+
+// Copies 16 bytes to shared memory without waiting; the last 16 - `bytes` become zeros.
+__device__ inline void copy_async(const void* shared, const void* global, int bytes) {
+    const unsigned address = unsigned(__cvta_generic_to_shared(shared));
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(global), "r"(bytes)
+                 : "memory");
+}
+// Ends a group of copies; wait_copies<N>() waits until at most the N latest groups are under way.
+__device__ inline void commit_copies() {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+template <int N>
+__device__ inline void wait_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+
 // Two floats rounded to T, as the 32 bits that mma takes.
 template <class T>
 __device__ inline unsigned pack_pair(float x, float y) {

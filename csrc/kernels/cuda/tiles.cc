@@ -7,9 +7,9 @@
 namespace turbomill::cuda {
 namespace {
 
-constexpr int kKeys = 64;         // keys that a kernel takes at once
-constexpr int kFewestKeys = 256;  // of a part: fewer are not worth a merge
-constexpr int kBlocksPerProcessor = 4;
+constexpr int kKeys = 64;                // keys that a kernel takes at once
+constexpr int kFewestKeys = 256;         // of a part: fewer are not worth a merge
+constexpr int kBlocksPerProcessor = 12;  // several waves, so that the last one is short beside the rest
 
 }  // namespace
 

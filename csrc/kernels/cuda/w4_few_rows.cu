@@ -41,36 +41,95 @@ __device__ inline Codes load_codes(const W4View& w, int bn, int bk, int lane) {
     return codes;
 }
 
+// One tile of 64 columns of x as B fragments: straight from memory, or, when several tiles of tokens share
+// it, by way of shared memory, which asynchronous copies fill one tile ahead. Each warp has two buffers of
+// its own.
+template <class T, int Tokens>
+struct Activations {
+    static constexpr int kStride = 72;                      // of a row in shared memory
+    static constexpr int kElements = 8 * Tokens * kStride;  // of a buffer
+    const T* x;
+    int rows, k, lane;
+    T* buffers;  // null: straight from memory
+
+    __device__ void request(int bk, int buffer) const {
+        if (!buffers) return;
+#pragma unroll
+        for (int i = 0; i < 2 * Tokens; ++i) {
+            const int row = 4 * i + lane / 8, column = 64 * bk + lane % 8 * 8;
+            const bool inside = row < rows && column < k;
+            copy_async(buffers + buffer * kElements + row * kStride + lane % 8 * 8,
+                       inside ? x + int64_t(row) * k + column : x, inside ? 16 : 0);
+        }
+        commit_copies();
+    }
+
+    __device__ void load(int bk, int buffer, unsigned (&b)[Tokens][4][2]) const {
+        if (!buffers) {
+            const int g = lane / 4, t = lane % 4;
+#pragma unroll
+            for (int m = 0; m < Tokens; ++m) {
+                const int row = 8 * m + g;
+                const T* source = x + int64_t(row) * k + 64 * bk + 2 * t;
+#pragma unroll
+                for (int i = 0; i < 8; ++i) {
+                    const bool inside = row < rows && 64 * bk + 8 * i + 2 * t < k;
+                    b[m][i / 2][i % 2] = inside ? *reinterpret_cast<const unsigned*>(source + 8 * i) : 0u;
+                }
+            }
+            return;
+        }
+#pragma unroll
+        for (int m = 0; m < Tokens; ++m) {
+#pragma unroll
+            for (int j = 0; j < 4; j += 2) {
+                unsigned r[4];
+                load_matrices(
+                    r, buffers + buffer * kElements + (8 * m + lane % 8) * kStride + 16 * j + lane / 8 * 8);
+                b[m][j][0] = r[0], b[m][j][1] = r[1], b[m][j + 1][0] = r[2], b[m][j + 1][1] = r[3];
+            }
+        }
+    }
+};
+
 // Tokens: tiles of 8 rows of x. Group32: two groups to a tile of K; otherwise a tile lies in one group.
-template <class T, int Tokens, int Warps, bool Group32>
+// Staged: x by way of shared memory.
+template <class T, int Tokens, int Warps, bool Group32, bool Staged>
 __global__ void __launch_bounds__(Warps * 32) few_rows_kernel(Job job) {
     constexpr int kColumns = 8 * Tokens, kStride = 68;  // 68: a fragment's stores meet no bank twice
-    __shared__ float sums[Warps][kColumns * kStride];
+    using Input = Activations<T, Tokens>;
+    constexpr size_t kSumBytes = sizeof(float) * Warps * kColumns * kStride;
+    constexpr size_t kInputBytes = Staged ? sizeof(T) * Warps * 2 * Input::kElements : 0;
+    __shared__ uint4 shared[(kSumBytes > kInputBytes ? kSumBytes : kInputBytes) / 16];
+    auto sums = reinterpret_cast<float (*)[kColumns * kStride]>(shared);  // once x is no longer needed
     __shared__ bool last;
     const W4View& w = job.w;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int bn = blockIdx.x, split = blockIdx.y;
     const int end = min(w.k_tiles, (split + 1) * job.tiles_per_split);
-    const T* x = static_cast<const T*>(job.x);
+    const Input input{static_cast<const T*>(job.x), job.rows, w.k, lane,
+                      Staged ? reinterpret_cast<T*>(shared) + warp * 2 * Input::kElements : nullptr};
 
     float acc[4][Tokens][4] = {};
     int bk = split * job.tiles_per_split + warp;
     Codes next;
-    if (bk < end) next = load_codes(w, bn, bk, lane);
-    for (; bk < end; bk += Warps) {
+    if (bk < end) {
+        next = load_codes(w, bn, bk, lane);
+        input.request(bk, 0);
+    }
+    for (int buffer = 0; bk < end; bk += Warps, buffer ^= 1) {
         const Codes codes = next;
-        if (bk + Warps < end) next = load_codes(w, bn, bk + Warps, lane);
-        unsigned b[Tokens][4][2];
-#pragma unroll
-        for (int m = 0; m < Tokens; ++m) {
-            const int row = 8 * m + g;
-            const T* source = x + int64_t(row) * w.k + 64 * bk + 2 * t;
-#pragma unroll
-            for (int i = 0; i < 8; ++i) {
-                const bool inside = row < job.rows && 64 * bk + 8 * i + 2 * t < w.k;
-                b[m][i / 2][i % 2] = inside ? *reinterpret_cast<const unsigned*>(source + 8 * i) : 0u;
-            }
+        __syncwarp();  // every lane is done with the other buffer
+        if (bk + Warps < end) {
+            next = load_codes(w, bn, bk + Warps, lane);
+            input.request(bk + Warps, buffer ^ 1);
+            if constexpr (Staged) wait_copies<1>();
+        } else if constexpr (Staged) {
+            wait_copies<0>();
         }
+        __syncwarp();
+        unsigned b[Tokens][4][2];
+        input.load(bk, buffer, b);
 #pragma unroll
         for (int s = 0; s < 4; ++s) {
             const unsigned words[4] = {codes.sub[s].x, codes.sub[s].y, codes.sub[s].z, codes.sub[s].w};
@@ -97,6 +156,7 @@ __global__ void __launch_bounds__(Warps * 32) few_rows_kernel(Job job) {
             }
         }
     }
+    __syncthreads();
 #pragma unroll
     for (int s = 0; s < 4; ++s)
 #pragma unroll
@@ -155,11 +215,14 @@ void launch(Job job, const W4Workspace& workspace, cudaStream_t stream) {
     job.tiles_per_split = blocks_for(job.w.k_tiles, splits);
     splits = blocks_for(job.w.k_tiles, job.tiles_per_split);
     const dim3 grid(tiles, splits);
-    if (job.w.group == 32) {
-        few_rows_kernel<T, Tokens, Warps, true><<<grid, Warps * 32, 0, stream>>>(job);
-    } else {
-        few_rows_kernel<T, Tokens, Warps, false><<<grid, Warps * 32, 0, stream>>>(job);
-    }
+    const auto run = [&]<bool Group32>() {
+        if (Tokens > 1 && job.w.k % 8 == 0) {  // rows of x are aligned for the copies
+            few_rows_kernel<T, Tokens, Warps, Group32, (Tokens > 1)><<<grid, Warps * 32, 0, stream>>>(job);
+        } else {
+            few_rows_kernel<T, Tokens, Warps, Group32, false><<<grid, Warps * 32, 0, stream>>>(job);
+        }
+    };
+    job.w.group == 32 ? run.template operator()<true>() : run.template operator()<false>();
 }
 
 }  // namespace

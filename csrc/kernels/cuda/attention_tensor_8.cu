@@ -1,0 +1,11 @@
+// attention_tensor for an int8 cache.
+#include "kernels/cuda/attention_tensor.cuh"
+
+namespace turbomill::cuda {
+
+void attention_tensor_8(DType type, const AttentionArgs& args, const AttentionParts& parts, int tile_rows,
+                        const CacheView& cache, int layer, cudaStream_t stream) {
+    attention_tensor_for<8>(type, args, parts, tile_rows, cache, layer, stream);
+}
+
+}  // namespace turbomill::cuda

@@ -1,0 +1,60 @@
+"""`make bench-gpu`: run the benchmarks, write JSON, print the table."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from turbomill import _core
+from turbomill.reports.bench_gpu import end_to_end, kernels, table
+from turbomill.reports.bench_gpu.random_model import LLAMA3_8B, RandomModel
+
+
+def main() -> None:
+    """Measure, save after each section, print at the end."""
+    parser = argparse.ArgumentParser(prog="bench-gpu", description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("runs/bench_gpu.json"), help="where the JSON goes")
+    parser.add_argument(
+        "--sections", default="copy,linears,decodes,prompts,end_to_end", help="which, by commas"
+    )
+    parser.add_argument("--dtypes", default="float16,bfloat16", help="of linears")
+    parser.add_argument("--engines", default="w4:0,w4:8,w4:4,fp16:0", help="WEIGHTS:KV-BITS, by commas")
+    parser.add_argument("--repeats", type=int, default=9)
+    arguments = parser.parse_args()
+    gpus = _core.cuda_devices() if "cuda" in _core.build_info()["backends"] else []
+    if not gpus:
+        raise SystemExit("bench-gpu: needs a build with the cuda backend, and a GPU")
+    sections = arguments.sections.split(",")
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    results: dict[str, Any] = {"device": gpus[0]["name"], "date": datetime.date.today().isoformat()}
+    if "copy" in sections:
+        results["copy_bytes_per_second"] = _core.kernels_cuda.bench_copy()
+    if "linears" in sections:
+        results["linears"] = {d: kernels.linears(d, arguments.repeats) for d in arguments.dtypes.split(",")}
+    if "decodes" in sections:
+        results["decodes"] = kernels.decodes("float16", arguments.repeats)
+    if "prompts" in sections:
+        results["prompts"] = kernels.prompts("float16", arguments.repeats)
+    arguments.out.write_text(json.dumps(results, indent=1))
+    if "end_to_end" in sections:
+        results["end_to_end"] = []
+        for weights in dict.fromkeys(engine.partition(":")[0] for engine in arguments.engines.split(",")):
+            with tempfile.TemporaryDirectory() as folder:
+                model = RandomModel(Path(folder), LLAMA3_8B, 128 if weights == "w4" else None)
+                for engine in arguments.engines.split(","):
+                    if engine.partition(":")[0] != weights:
+                        continue
+                    bits = int(engine.partition(":")[2])
+                    run = end_to_end.measure(model, bits, "cuda:0")
+                    name = f"turbomill {weights}, KV {f'int{bits}' if bits else '16'}"
+                    results["end_to_end"].append({"run": name} | run)
+                    arguments.out.write_text(json.dumps(results, indent=1))
+    print(table.render(results))
+
+
+if __name__ == "__main__":
+    main()

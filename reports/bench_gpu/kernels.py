@@ -1,0 +1,77 @@
+"""Single kernels: 4-bit linears and attention, timed by CUDA-graph replays over data that no cache holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from turbomill import _core
+
+SHAPES = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]
+ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
+DECODES = ((1, 4096), (16, 4096), (64, 4096), (256, 1024))
+BANDWIDTH, FLOPS = 4.25e12, 790e12
+
+
+def check_linear(dtype: str) -> float:
+    """Relative error of a 4-bit linear against fp64, at each number of rows that is timed."""
+    rng = np.random.default_rng()
+    n, k, group, worst = 192, 1024, 128, 0.0
+    codes = rng.integers(0, 256, (n // 64, k // 64, 4, 32, 16), np.uint8)
+    # Lane 4g + t, byte 4j + 2v + u: rows g (low) and g + 8 (high) of column 16 j + 8 u + 2 t + v.
+    split = codes.reshape(n // 64, k // 64, 4, 8, 4, 4, 2, 2)  # [bn, bk, s, g, t, j, v, u]
+    rows = np.stack([split & 15, split >> 4], 0).transpose(1, 3, 0, 4, 2, 6, 8, 5, 7)
+    w = rows.reshape(n, k).astype(np.float64) - 8
+    scales = np.full((n // 64, k // group, 64), 2.0**-6)
+    bits = (scales.astype(np.float16) if dtype == "float16" else scales.astype(np.float32)).view(np.uint16)
+    stored = bits if dtype == "float16" else np.ascontiguousarray(bits.reshape(*scales.shape, 2)[..., 1])
+    for m in (*ROWS[:7], 300):
+        x = rng.integers(-64, 65, (m, k)).astype(np.float32) / 64  # exact in both types
+        y = _core.kernels_cuda.w4_linear(
+            x, codes, stored, None, n, k, dtype=dtype, scale_dtype=dtype, out_dtype="float32"
+        )
+        expected = x @ w.T * 2.0**-6
+        worst = max(worst, float(np.linalg.norm(y - expected) / np.linalg.norm(expected)))
+    if worst > 1e-5:
+        raise RuntimeError(f"the {dtype} 4-bit linear is off by {worst:.1e}: its speed means nothing")
+    return worst
+
+
+def linears(dtype: str, repeats: int) -> list[dict[str, Any]]:
+    """Microseconds of 4-bit group-128 linears [{"N", "K", "M", "us", "floor_us"}]."""
+    check_linear(dtype)
+    rows = []
+    for m in ROWS:
+        for n, k in SHAPES:
+            us = _core.kernels_cuda.bench_linear(n, k, m, 128, dtype, repeats=repeats)
+            moved = n * k / 2 + n * k / 64 + 2 * m * (n + k)
+            floor = max(moved / BANDWIDTH, 2.0 * m * n * k / FLOPS) * 1e6
+            rows.append({"N": n, "K": k, "M": m, "us": round(us, 2), "floor_us": round(floor, 2)})
+    return rows
+
+
+def decodes(dtype: str, repeats: int) -> list[dict[str, Any]]:
+    """Microseconds of one layer's decode attention, 32 query and 8 KV heads of 128."""
+    rows = []
+    for policy, row_bytes in ((0, 256), (8, 132), (4, 68)):
+        for batch, context in DECODES:
+            us = _core.kernels_cuda.bench_attention(
+                batch, context - 1, 1, 32, 8, 128, quant_policy=policy, dtype=dtype, repeats=repeats
+            )
+            floor = batch * context * 8 * 2 * row_bytes / BANDWIDTH * 1e6
+            entry = {"quant_policy": policy, "batch": batch, "context": context}
+            rows.append(entry | {"us": round(us, 1), "floor_us": round(floor, 1)})
+    return rows
+
+
+def prompts(dtype: str, repeats: int) -> list[dict[str, Any]]:
+    """Microseconds of one layer's attention over a whole prompt of 4096 tokens."""
+    rows = []
+    for policy in (0, 8, 4):
+        us = _core.kernels_cuda.bench_attention(
+            1, 0, 4096, 32, 8, 128, quant_policy=policy, dtype=dtype, repeats=repeats
+        )
+        floor = 4 * 32 * 128 * 4096 * 4097 / 2 / FLOPS * 1e6
+        rows.append({"quant_policy": policy, "tokens": 4096, "us": round(us, 1), "floor_us": round(floor, 1)})
+    return rows
