@@ -13,17 +13,18 @@ from turbomill import _core
 from turbomill.reports.bench_gpu import end_to_end, kernels, table
 from turbomill.reports.bench_gpu.random_model import LLAMA3_8B, RandomModel
 
+SECTIONS = ("copy", "linears", "decodes", "prompts", "end_to_end")
+
 
 def main() -> None:
     """Measure, save after each section, print at the end."""
     parser = argparse.ArgumentParser(prog="bench-gpu", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/bench_gpu.json"), help="where the JSON goes")
-    parser.add_argument(
-        "--sections", default="copy,linears,decodes,prompts,end_to_end", help="which, by commas"
-    )
+    parser.add_argument("--sections", default=",".join(SECTIONS), help="which, by commas")
     parser.add_argument("--dtypes", default="float16,bfloat16", help="of linears")
     parser.add_argument("--engines", default="w4:0,w4:8,w4:4,fp16:0", help="WEIGHTS:KV-BITS, by commas")
-    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--repeats", type=int, default=9, help="graph replays a kernel's median is of")
+    parser.add_argument("--runs", type=int, default=3, help="runs an engine's median is of")
     arguments = parser.parse_args()
     gpus = _core.cuda_devices() if "cuda" in _core.build_info()["backends"] else []
     if not gpus:
@@ -49,7 +50,7 @@ def main() -> None:
                     if engine.partition(":")[0] != weights:
                         continue
                     bits = int(engine.partition(":")[2])
-                    run = end_to_end.measure(model, bits, "cuda:0")
+                    run = end_to_end.measure(model, bits, "cuda:0", arguments.runs)
                     name = f"turbomill {weights}, KV {f'int{bits}' if bits else '16'}"
                     results["end_to_end"].append({"run": name} | run)
                     arguments.out.write_text(json.dumps(results, indent=1))
