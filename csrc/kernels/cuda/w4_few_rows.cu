@@ -111,23 +111,26 @@ __global__ void __launch_bounds__(Warps * 32) few_rows_kernel(Job job) {
                       Staged ? reinterpret_cast<T*>(shared) + warp * 2 * Input::kElements : nullptr};
 
     float acc[4][Tokens][4] = {};
-    int bk = split * job.tiles_per_split + warp;
+    // Blocks start at different places of K, so that they do not all ask for the same piece of x at once.
+    const int begin = split * job.tiles_per_split, count = end - begin, start = bn * 5 * Warps % count;
+    const auto tile_of = [&](int i) { return begin + (i + start < count ? i + start : i + start - count); };
     Codes next;
-    if (bk < end) {
-        next = load_codes(w, bn, bk, lane);
-        input.request(bk, 0);
+    if (warp < count) {
+        next = load_codes(w, bn, tile_of(warp), lane);
+        input.request(tile_of(warp), 0);
     }
-    for (int buffer = 0; bk < end; bk += Warps, buffer ^= 1) {
+    for (int i = warp, buffer = 0; i < count; i += Warps, buffer ^= 1) {
+        const int bk = tile_of(i);
         const Codes codes = next;
-        __syncwarp();  // every lane is done with the other buffer
-        if (bk + Warps < end) {
-            next = load_codes(w, bn, bk + Warps, lane);
-            input.request(bk + Warps, buffer ^ 1);
+        if constexpr (Staged) __syncwarp();  // every lane is done with the other buffer
+        if (i + Warps < count) {
+            next = load_codes(w, bn, tile_of(i + Warps), lane);
+            input.request(tile_of(i + Warps), buffer ^ 1);
             if constexpr (Staged) wait_copies<1>();
         } else if constexpr (Staged) {
             wait_copies<0>();
         }
-        __syncwarp();
+        if constexpr (Staged) __syncwarp();
         unsigned b[Tokens][4][2];
         input.load(bk, buffer, b);
 #pragma unroll
