@@ -49,6 +49,8 @@ class DemoOptions:
 
     def quant_options(self, method: Method) -> QuantOptions:
         """4 bits; calibration for the methods that use it."""
+        if method == "rtn":
+            return QuantOptions(bits=4, group=self.group, overwrite=True)
         return QuantOptions(
             bits=4,
             group=self.group,
