@@ -84,9 +84,9 @@ def _score(run: Run) -> str:
 
 
 def _load(load: dict[str, object]) -> str:
-    failed = f", {load['failed']} failed" if load["failed"] else ""
+    total = int(load["completed"]) + int(load["failed"])  # type: ignore[call-overload]
     return (
-        f"{load['model_id']} served {load['completed']} requests{failed}: "
+        f"The server of {load['model_id']} answered {load['completed']} of {total} requests: "
         f"{number(load['output_throughput'], 1)} output tokens/s, "  # type: ignore[arg-type]
         f"median time to first token {number(load['median_ttft_ms'], 0)} ms."  # type: ignore[arg-type]
     )

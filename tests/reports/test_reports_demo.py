@@ -82,9 +82,15 @@ def test_a_changed_option_redoes_what_depends_on_it(finished, options):
     run_demo(work_dir, DemoOptions(**{**vars(options), "calib_samples": 3}))
     after = made(work_dir)
     redone = {name for name in before if before[name] != after[name]}
-    assert {"checkpoints/gptq", "stores/gptq", "scores/gptq", "checkpoints/awq"} <= redone
+    assert {"checkpoints/gptq", "stores/gptq", "scores/gptq.json", "checkpoints/awq"} <= redone
     # RTN needs no calibration. (AWQ may come out the same, and then its store is still right.)
-    assert not redone & {"checkpoints/rtn", "stores/rtn", "scores/rtn", "stores/fp16", "scores/fp16"}
+    assert not redone & {
+        "checkpoints/rtn",
+        "stores/rtn",
+        "scores/rtn.json",
+        "stores/fp16",
+        "scores/fp16.json",
+    }
 
 
 def test_openai_is_asked_for_before_any_work(monkeypatch, tmp_path, options):

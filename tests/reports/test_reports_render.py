@@ -156,7 +156,9 @@ def test_failed_runs_and_requests_are_shown():
     failed = Run(kind="ppl", status="failed", error="window 3: NaN", model=card(), provenance=PROVENANCE)
     page = Page(render_html(report_view([demo_run(), failed])))
     assert page.text[page.text.index("Summary") + 1] == "FAILED: ppl: window 3: NaN"
-    assert any("1 failed" in text for text in Page(render_html(report_view([serve_run()]))).text)
+    assert any(
+        "answered 1 of 2 requests" in text for text in Page(render_html(report_view([serve_run()]))).text
+    )
 
 
 def test_a_lone_score_needs_no_plotly():
