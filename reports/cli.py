@@ -312,7 +312,7 @@ def report(runs: tuple[Path, ...], output: Path | None, as_json: bool) -> None:
 @click.option("--w-group-size", "group", default=64, show_default=True, help="Channels that share a scale.")
 @click.option("--calib-samples", default=32, show_default=True, help="Windows of calibration text.")
 @click.option("--calib-seqlen", default=512, show_default=True, help="Tokens per calibration window.")
-@click.option("--windows", default=16, show_default=True, help="Windows of evaluation text.")
+@click.option("--windows", default=8, show_default=True, help="Windows of evaluation text.")
 @click.option("--window-len", default=512, show_default=True, help="Tokens per evaluation window.")
 @THREADS
 @click.option("--json", "as_json", is_flag=True, help="Print the table and the answer as JSON on stdout.")

@@ -39,7 +39,7 @@ class DemoOptions:
     calib_samples: int = 32
     calib_seqlen: int = 512
     dataset: str = "builtin"
-    windows: int = 16
+    windows: int = 8
     window_len: int = 512
     policies: tuple[int, ...] = (0, 8, 4)
     rounds: int = 3

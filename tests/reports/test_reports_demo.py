@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import subprocess
+import sys
 
 import pytest
 from reports_models import make_model
@@ -91,6 +93,14 @@ def test_a_changed_option_redoes_what_depends_on_it(finished, options):
         "stores/fp16",
         "scores/fp16.json",
     }
+
+
+def test_peak_memory_is_the_childs_own():
+    """What the parent once held does not count."""
+    held = b"x" * (1200 << 20)
+    code = "from turbomill.reports.score_variant import peak_memory; print(peak_memory())"
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert 10 << 20 < int(child.stdout) < len(held)
 
 
 def test_openai_is_asked_for_before_any_work(monkeypatch, tmp_path, options):
