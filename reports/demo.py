@@ -95,9 +95,17 @@ def run_demo(work_dir: Path, options: DemoOptions | None = None) -> Run:
     return run
 
 
+def _text_version(dataset: str) -> int | None:
+    """Changes when a local text does."""
+    path = Path(dataset)
+    return path.stat().st_mtime_ns if path.exists() else None
+
+
 def _quantized(work_dir: Path, options: DemoOptions, method: Method, source: dict[str, str]) -> Path:
     settings = options.quant_options(method)
     inputs: dict[str, Any] = {"source": source, "method": method, "options": settings.describe()}
+    if method != "rtn":
+        inputs["text"] = _text_version(options.calib_dataset)
     step = Step(f"quantize with {method.upper()}", work_dir / "checkpoints" / method, inputs)
     step.run(lambda output: quantize(options.model, output, method, settings))
     return step.output
@@ -124,9 +132,7 @@ def _scored(work_dir: Path, options: DemoOptions, name: str, stores: dict[str, P
         cache=str(work_dir / "reference"),
     )
     fingerprints = {key: open_store(stores[key]).fingerprint for key in (name, "fp16")}
-    inputs = {**asdict(spec), "fingerprints": fingerprints}
-    if Path(options.dataset).is_file():
-        inputs["text"] = Path(options.dataset).stat().st_mtime_ns
+    inputs = {**asdict(spec), "fingerprints": fingerprints, "text": _text_version(options.dataset)}
     step = Step(f"score {name}", work_dir / "scores" / f"{name}.json", inputs)
     step.run(lambda output: _run_child(spec, output))
     return Variant.model_validate_json(step.output.read_text(encoding="utf-8"))

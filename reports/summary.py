@@ -62,7 +62,7 @@ def _policies(name: str, policies: Sequence[KvPolicy]) -> list[str]:
         if policy is base:
             continue
         text = (
-            f"With a {policy.name}-bit KV cache {name} takes "
+            f"With {policy.name} bits in the KV cache {name} takes "
             f"{percent(policy.bytes_per_token / base.bytes_per_token)} of the bytes per token; "
             f"perplexity goes from {number(base.ppl, 3)} to {number(policy.ppl, 3)}"
         )

@@ -79,7 +79,7 @@ def test_summary_comes_first_and_is_measured(html):
     assert summary[0].startswith("Of the quantized variants, gptq stays closest to fp16: KL 0.1212")
     assert "0.1389 for awq and 0.2971 for rtn" in summary[0] and "13.30 against 11.97" in summary[0]
     assert "44.4 % of fp16's bytes on disk" in summary[1] and "1.80 times as fast" in summary[1]
-    assert "8-bit KV cache gptq takes 50.0 % of the bytes per token" in summary[2]
+    assert "With 8 bits in the KV cache gptq takes 50.0 % of the bytes per token" in summary[2]
 
 
 def test_page_needs_no_network(html):
