@@ -10,6 +10,7 @@ import importlib
 import rich_click as click
 
 from turbomill import __version__
+from turbomill.commands import SETTINGS, normalize
 
 # command -> (module, attribute). These modules import click and little else.
 COMMANDS = {
@@ -24,11 +25,6 @@ COMMANDS = {
     "demo": ("turbomill.reports.cli", "demo"),
     "check_env": ("turbomill.reports.check_env", "check_env"),
 }
-
-
-def normalize(token: str) -> str:
-    """Dashes and underscores mean the same in command and option names."""
-    return token.replace("_", "-")
 
 
 class LazyGroup(click.RichGroup):
@@ -49,10 +45,7 @@ class LazyGroup(click.RichGroup):
         return command
 
 
-@click.group(
-    cls=LazyGroup,
-    context_settings={"help_option_names": ["-h", "--help"], "token_normalize_func": normalize},
-)
+@click.group(cls=LazyGroup, context_settings=SETTINGS)
 @click.version_option(__version__, prog_name="turbomill")
 def cli() -> None:
     """Quantize language models, convert them to a fused store, serve them, and score the result.
