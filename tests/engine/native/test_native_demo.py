@@ -16,7 +16,7 @@ from turbomill.engine.stores import open_model
 
 pytestmark = [pytest.mark.demo_model, pytest.mark.slow]
 
-TOPICS = "rain glass bread rivers paper wool salt clocks maps bees ice bridges wheels soap ink coal silk tea keys sea"
+TOPICS = "rain glass bread rivers paper wool salt clock map bees ice bridge wheel soap ink coal silk tea key dust"
 
 
 @pytest.fixture(scope="module")
