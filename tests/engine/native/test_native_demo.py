@@ -16,7 +16,7 @@ from turbomill.engine.stores import open_model
 
 pytestmark = [pytest.mark.demo_model, pytest.mark.slow]
 
-TOPICS = "rain glass bread rivers wool salt clock map bees ice bridge wheel soap ink coal silk tea key dust sea"
+TOPICS = "rain glass bread rivers wool salt clock map bees ice wheel soap ink coal silk tea key dust sea sun"
 
 
 @pytest.fixture(scope="module")
