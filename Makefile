@@ -51,15 +51,26 @@ bench: install
 	$(VENV)/bin/turbomill bench engine demo
 
 # Compiles every kernel, and the host code around them but for the cuBLAS calls, without a GPU or cuBLAS.
+CUDA_HEADERS := $(wildcard csrc/kernels/cuda/*.h csrc/kernels/cuda/*.cuh csrc/core/*.h)
+CUDA_KERNELS := $(patsubst csrc/kernels/cuda/%.cu,build/cuda-check/%.o,$(wildcard csrc/kernels/cuda/*.cu))
+CUDA_HOST    := $(patsubst csrc/kernels/cuda/%.cc,build/cuda-check/%.checked,\
+                $(filter-out csrc/kernels/cuda/gemm.cc,$(wildcard csrc/kernels/cuda/*.cc)))
+ifneq ($(shell command -v $(NVCC) 2> /dev/null),)
+cuda-check: $(CUDA_KERNELS) $(CUDA_HOST)
+else
 cuda-check:
-	@if ! command -v $(NVCC) > /dev/null; then echo "cuda-check: skipped, there is no $(NVCC)"; exit 0; fi; \
-	mkdir -p build/cuda-check && set -e; \
-	for f in csrc/kernels/cuda/*.cu; do echo "cuda-check: $$f"; \
-	  $(NVCC) -std=c++20 -O3 -Icsrc -Xcompiler=-Wall,-Wextra,-Werror -gencode arch=compute_80,code=sm_80 \
-	    -gencode arch=compute_90a,code=sm_90a -c $$f -o build/cuda-check/$$(basename $$f).o; done; \
-	for f in $(filter-out csrc/kernels/cuda/gemm.cc,$(wildcard csrc/kernels/cuda/*.cc)); do echo "cuda-check: $$f"; \
-	  $(NVCC) -std=c++20 -Icsrc -Xcompiler=-Wall,-Wextra,-Werror,-fsyntax-only -DTM_CUDA -c $$f \
-	    -o /dev/null; done
+	@echo "cuda-check: skipped, there is no $(NVCC)"
+endif
+
+build/cuda-check/%.o: csrc/kernels/cuda/%.cu $(CUDA_HEADERS)
+	@mkdir -p $(@D)
+	$(NVCC) -std=c++20 -O3 -Icsrc -Xcompiler=-Wall,-Wextra,-Werror -gencode arch=compute_80,code=sm_80 \
+	  -gencode arch=compute_90a,code=sm_90a -c $< -o $@
+
+build/cuda-check/%.checked: csrc/kernels/cuda/%.cc $(CUDA_HEADERS)
+	@mkdir -p $(@D)
+	$(NVCC) -std=c++20 -Icsrc -Xcompiler=-Wall,-Wextra,-Werror,-fsyntax-only -DTM_CUDA -c $< -o /dev/null
+	@touch $@
 
 gpu-build:
 	cmake -S . -B $(GPU_BUILD) -G Ninja -DCMAKE_BUILD_TYPE=Release -DTURBOMILL_CUDA=ON \

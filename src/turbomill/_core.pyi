@@ -7,13 +7,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 def build_info() -> dict[str, Any]:
-    """Backends, compiler and instruction sets compiled in: {"backends": ["cpu", "cuda"?], "isa": [...], "compiler": ...}."""
+    """What was compiled in: {"backends": ["cpu"] or ["cpu", "cuda"], "isa": [...], "compiler": ...}."""
 
 def cpu_features() -> dict[str, Any]:
     """{"isa": the kernel set chosen at run time, "features": [names of CPU features found]}."""
 
 def cuda_devices() -> list[dict[str, Any]]:
-    """GPUs by number: [{"name", "capability": (major, minor), "free_bytes", "total_bytes"}]; empty without one."""
+    """GPUs by number: [{"name", "capability": (major, minor), "free_bytes", "total_bytes"}]; empty if none."""
+
+kernels: Any  # single CPU kernels on numpy arrays, for tests and benchmarks
+kernels_cuda: Any  # single GPU kernels and their timers; only in builds with the cuda backend
 
 def load_blas(path: str) -> None:
     """Open the BLAS library (scipy-openblas64) the CPU backend uses. Must precede the first Engine."""
