@@ -22,9 +22,17 @@ Turbomind::Turbomind(const ModelConfig& model, const std::vector<TensorRef>& ten
       config_(checked(config)),
       weights_(model_, tensors),
       backend_(make_backend(model_, config_, weights_)),
-      decoder_(model_, weights_, *backend_, config_.max_step_tokens()),
+      decoder_(std::make_unique<Decoder>(model_, weights_, *backend_, config_.max_step_tokens())),
       engine_(std::make_unique<Engine>(
-          model_, config_, [this](BatchData& batch) { decoder_.forward(batch); }, std::move(on_outputs))) {}
+          model_, config_, [this](BatchData& batch) { decoder_->forward(batch); }, std::move(on_outputs))) {}
+
+void Turbomind::close() {
+    engine_->close();
+    std::call_once(freed_, [this] {
+        decoder_.reset();
+        backend_.reset();
+    });
+}
 
 size_t cache_block_bytes(const ModelConfig& model, const EngineConfig& config) {
     return CacheLayout(checked(model), config).block_bytes;

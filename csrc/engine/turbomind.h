@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <mutex>
 #include <vector>
 
 #include "engine/engine.h"
@@ -18,14 +19,18 @@ class Turbomind {
               Engine::OnOutputs on_outputs);
 
     Engine& engine() { return *engine_; }
+    // Closes the engine, then frees activations, cache and copies of weights: whoever still holds the object
+    // holds little memory. Any thread, any number of times.
+    void close();
 
   private:
     const ModelConfig model_;
     const EngineConfig config_;
     Weights weights_;
     std::unique_ptr<Backend> backend_;
-    Decoder decoder_;
+    std::unique_ptr<Decoder> decoder_;
     std::unique_ptr<Engine> engine_;  // last: its threads use everything above
+    std::once_flag freed_;
 };
 
 // Bytes of one KV block on the backend in use.

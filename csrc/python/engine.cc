@@ -110,9 +110,7 @@ void register_engine(py::module_& m) {
         .def(
             "cancel", [](Turbomind& self, uint64_t id) { self.engine().cancel(id); }, py::arg("request_id"))
         .def("metrics", [](Turbomind& self) { return self.engine().metrics(); })
-        .def(
-            "close", [](Turbomind& self) { self.engine().close(); },
-            py::call_guard<py::gil_scoped_release>());
+        .def("close", [](Turbomind& self) { self.close(); }, py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace turbomill::python

@@ -13,7 +13,7 @@ def cpu_features() -> dict[str, Any]:
     """{"isa": the kernel set chosen at run time, "features": [names of CPU features found]}."""
 
 def cuda_devices() -> list[dict[str, Any]]:
-    """GPUs by number: [{"name", "capability": (major, minor), "free_bytes", "total_bytes"}]; empty if none."""
+    """GPUs by number: [{"name", "capability": (major, minor), "free_bytes", "total_bytes"}]."""
 
 kernels: Any  # single CPU kernels on numpy arrays, for tests and benchmarks
 kernels_cuda: Any  # single GPU kernels and their timers; only in builds with the cuda backend
@@ -119,4 +119,4 @@ class Engine:
 
     def metrics(self) -> Metrics: ...
     def close(self) -> None:
-        """End running requests as cancelled and join the threads. Idempotent."""
+        """End running requests as cancelled, join the threads, free the cache. Idempotent."""

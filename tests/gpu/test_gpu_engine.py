@@ -11,6 +11,8 @@ import torch
 from native_engine import Native, store_of, tiny_llama
 from test_native_parity import MODELS, prompt, reference_greedy, reference_logits
 
+from turbomill import _core
+
 TORCH = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 # ||logits - reference|| / ||reference|| of a few layers whose activations are rounded to the format.
 LOGITS = {"float32": 1e-4, "float16": 4e-3, "bfloat16": 3e-2}
@@ -190,6 +192,18 @@ def test_two_engines_in_one_process(shared: tuple[Any, Any]) -> None:
         texts = [e.tokens(r) for e, r in requests]
     assert texts[0] == texts[2]
     assert all(len(text) == 40 for text in texts)
+
+
+def test_close_frees_the_gpus_memory(shared: tuple[Any, Any]) -> None:
+    _, store = shared
+    before = _core.cuda_devices()[0]["free_bytes"]
+    engine = gpu(store, cache_block_count=2**16)  # gigabytes of cache
+    assert len(engine.generate(prompt(5), 3)) == 3
+    held = before - _core.cuda_devices()[0]["free_bytes"]
+    engine.close()
+    assert held > 2**31
+    assert before - _core.cuda_devices()[0]["free_bytes"] < held / 2  # other tests may share the GPU
+    assert engine.engine.metrics().generated_tokens == 3
 
 
 def test_errors_name_what_to_change(shared: tuple[Any, Any]) -> None:
