@@ -64,27 +64,29 @@ struct Activations {
         commit_copies();
     }
 
-    // Steps [first, first + Steps) of the tile's four steps of 16 columns.
-    template <int Steps>
-    __device__ void load(int bk, int buffer, int first, unsigned (&b)[Tokens][Steps][2]) const {
+    __device__ void load(int bk, int buffer, unsigned (&b)[Tokens][4][2]) const {
+        if (!buffers) {
+            const int g = lane / 4, t = lane % 4;
+#pragma unroll
+            for (int m = 0; m < Tokens; ++m) {
+                const int row = 8 * m + g;
+                const T* source = x + int64_t(row) * k + 64 * bk + 2 * t;
+#pragma unroll
+                for (int i = 0; i < 8; ++i) {
+                    const bool inside = row < rows && 64 * bk + 8 * i + 2 * t < k;
+                    b[m][i / 2][i % 2] = inside ? *reinterpret_cast<const unsigned*>(source + 8 * i) : 0u;
+                }
+            }
+            return;
+        }
 #pragma unroll
         for (int m = 0; m < Tokens; ++m) {
-            if (buffers) {
 #pragma unroll
-                for (int j = 0; j < Steps; j += 2) {
-                    unsigned r[4];
-                    load_matrices(r, buffers + buffer * kElements + (8 * m + lane % 8) * kStride +
-                                         16 * (first + j) + lane / 8 * 8);
-                    b[m][j][0] = r[0], b[m][j][1] = r[1], b[m][j + 1][0] = r[2], b[m][j + 1][1] = r[3];
-                }
-                continue;
-            }
-            const int row = 8 * m + lane / 4, column = 64 * bk + 16 * first + lane % 4 * 2;
-            const T* source = x + int64_t(row) * k + column;
-#pragma unroll
-            for (int i = 0; i < 2 * Steps; ++i) {
-                const bool inside = row < rows && column + 8 * i < k;
-                b[m][i / 2][i % 2] = inside ? *reinterpret_cast<const unsigned*>(source + 8 * i) : 0u;
+            for (int j = 0; j < 4; j += 2) {
+                unsigned r[4];
+                load_matrices(
+                    r, buffers + buffer * kElements + (8 * m + lane % 8) * kStride + 16 * j + lane / 8 * 8);
+                b[m][j][0] = r[0], b[m][j][1] = r[1], b[m][j + 1][0] = r[2], b[m][j + 1][1] = r[3];
             }
         }
     }
@@ -93,10 +95,8 @@ struct Activations {
 // Tokens: tiles of 8 rows of x. Group32: two groups to a tile of K; otherwise a tile lies in one group.
 // Staged: x by way of shared memory.
 template <class T, int Tokens, int Warps, bool Group32, bool Staged>
-__global__ void __launch_bounds__(Warps * 32, Tokens == 4 ? 3 : 2) few_rows_kernel(Job job) {
+__global__ void __launch_bounds__(Warps * 32) few_rows_kernel(Job job) {
     constexpr int kColumns = 8 * Tokens, kStride = 68;  // 68: a fragment's stores meet no bank twice
-    // A tile of K in one part, or in two: where groups have 32 columns, or registers are short.
-    constexpr int kParts = Group32 || Tokens == 4 ? 2 : 1, kSteps = 4 / kParts;
     using Input = Activations<T, Tokens>;
     constexpr size_t kSumBytes = sizeof(float) * Warps * kColumns * kStride;
     constexpr size_t kInputBytes = Staged ? sizeof(T) * Warps * 2 * Input::kElements : 0;
@@ -131,30 +131,30 @@ __global__ void __launch_bounds__(Warps * 32, Tokens == 4 ? 3 : 2) few_rows_kern
             wait_copies<0>();
         }
         if constexpr (Staged) __syncwarp();
+        unsigned b[Tokens][4][2];
+        input.load(bk, buffer, b);
 #pragma unroll
-        for (int part = 0; part < kParts; ++part) {
-            unsigned b[Tokens][kSteps][2];
-            input.template load<kSteps>(bk, buffer, part * kSteps, b);
-            const int group = Group32 ? 2 * bk + part : 64 * bk / w.group;
+        for (int s = 0; s < 4; ++s) {
+            const unsigned words[4] = {codes.sub[s].x, codes.sub[s].y, codes.sub[s].z, codes.sub[s].w};
 #pragma unroll
-            for (int s = 0; s < 4; ++s) {
-                const unsigned words[4] = {codes.sub[s].x, codes.sub[s].y, codes.sub[s].z, codes.sub[s].w};
+            for (int half = 0; half < (Group32 ? 2 : 1); ++half) {
+                const int group = Group32 ? 2 * bk + half : 64 * bk / w.group;
                 const float2 scale = w4_params(w, w.scales, bn, group, s, g);
                 const CodeShift<T> shift(w4_zeros(w, bn, group, s, g));
-                float sum[Tokens][4] = {};
+                float part[Tokens][4] = {};
 #pragma unroll
-                for (int j = 0; j < kSteps; ++j) {
+                for (int j = Group32 ? 2 * half : 0; j < (Group32 ? 2 * half + 2 : 4); ++j) {
                     unsigned a[4];
-                    shift(words[part * kSteps + j], a);
+                    shift(words[j], a);
 #pragma unroll
-                    for (int m = 0; m < Tokens; ++m) mma<T>(sum[m], a, b[m][j][0], b[m][j][1]);
+                    for (int m = 0; m < Tokens; ++m) mma<T>(part[m], a, b[m][j][0], b[m][j][1]);
                 }
 #pragma unroll
                 for (int m = 0; m < Tokens; ++m) {
-                    acc[s][m][0] += sum[m][0] * scale.x;
-                    acc[s][m][1] += sum[m][1] * scale.x;
-                    acc[s][m][2] += sum[m][2] * scale.y;
-                    acc[s][m][3] += sum[m][3] * scale.y;
+                    acc[s][m][0] += part[m][0] * scale.x;
+                    acc[s][m][1] += part[m][1] * scale.x;
+                    acc[s][m][2] += part[m][2] * scale.y;
+                    acc[s][m][3] += part[m][3] * scale.y;
                 }
             }
         }
