@@ -148,8 +148,7 @@ def _write_layers(
             else:
                 _calibrated(work, decoder, plan, hidden, method, options)
                 if index + 1 < decoder.num_layers:
-                    for i, batch in enumerate(hidden):
-                        hidden[i] = decoder.run(work.module, index, batch)
+                    decoder.run_all(work.module, index, hidden)
             _write(work, checkpoint, writer, form, prefix, by_layer[prefix])
             rows += work.rows
             task.advance()
