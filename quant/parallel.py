@@ -23,10 +23,15 @@ def workers() -> int:
     return torch.get_num_threads()
 
 
+def _one_thread() -> None:
+    torch.get_num_threads()  # a thread's first look copies the process's setting: look before setting its own
+    torch.set_num_threads(1)
+
+
 @cache
 def _pool(threads: int) -> ThreadPoolExecutor:
-    pool = ThreadPoolExecutor(threads, "turbomill-quant", initializer=lambda: torch.set_num_threads(1))
-    # The setting is a thread's own, but one that starts later copies the last set: start all, then restore it.
+    pool = ThreadPoolExecutor(threads, "turbomill-quant", initializer=_one_thread)
+    # Setting one thread's number also changes what later threads copy: start all of them, then restore it.
     together = Barrier(threads)
     for started in [pool.submit(together.wait) for _ in range(threads)]:
         started.result()
