@@ -47,7 +47,7 @@ def round_columns(weight: Tensor, hessian: Tensor, grid: Grid, damping: float = 
 
 
 def _solve(rest: Tensor, scales: Tensor, zeros: Tensor, factor: Tensor, top: int) -> Tensor:
-    """Codes [K, n] of the columns `rest` [K, n], which is used up; scales and zeros [K, n] are each column's."""
+    """Codes [K, n] of columns `rest` [K, n], which is used up, under each column's scales and zeros [K, n]."""
     k = rest.shape[0]
     codes = torch.empty_like(rest)
     for start in range(0, k, BLOCK):
