@@ -97,7 +97,7 @@ class Checkpoint(ABC):
     @property
     def tied(self) -> bool:
         """Whether the head is the embedding."""
-        return bool(self.config.get("tie_word_embeddings", False))
+        return self.arch.tied(self.config)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -49,8 +49,9 @@ def check_dense(checkpoint: Checkpoint) -> None:
     wanted: dict[str, tuple[int, ...] | None] = {arch.embedding: None}
     for index in range(arch.num_layers(config)):
         prefix = arch.layer(index)
-        wanted |= {f"{prefix}{norm}.weight": None for norm in arch.norms}
-        for name, (k, n) in shapes.items():
+        wanted |= {f"{prefix}{norm}.weight": None for norm in (*arch.norms, *arch.head_norms)}
+        for name in arch.linears_of(config, index):
+            k, n = shapes[name]
             wanted[f"{prefix}{name}.weight"] = (n, k)
             if biases[name]:
                 wanted[f"{prefix}{name}.bias"] = (n,)

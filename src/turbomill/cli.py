@@ -23,7 +23,11 @@ COMMANDS = {
     "bench": ("turbomill.reports.cli", "bench", "Measure speed: the engine alone, or a server."),
     "report": ("turbomill.reports.cli", "report", "Render runs as one HTML page and Markdown."),
     "demo": ("turbomill.reports.cli", "demo", "Do the whole job on the built-in model."),
-    "check_env": ("turbomill.reports.check_env", "check_env", "Say what was built and what this machine has."),
+    "check_env": (
+        "turbomill.reports.check_env",
+        "check_env",
+        "Say what was built and what this machine has.",
+    ),
 }
 
 

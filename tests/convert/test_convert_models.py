@@ -38,6 +38,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **LLAMA3}},
         {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}},
         {"rope_theta": 1e4, "rope_scaling": YARN},
+        {"rope_theta": 1e4, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
         {"head_dim": 80},
     ],
 )
@@ -109,10 +110,13 @@ def test_scale_groups_name_modules_of_the_layer():
 @pytest.mark.parametrize(
     "fields, words",
     [
-        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is not supported; supported: Llama"),
-        ({"architectures": None, "model_type": "mamba"}, "model_type mamba"),
+        (
+            {"architectures": ["MistralSmallForCausalLM"]},
+            "MistralSmallForCausalLM is not supported; nearest supported: MistralForCausalLM, ",
+        ),
+        ({"architectures": None, "model_type": "qwen3_5"}, "model_type qwen3_5 .* nearest supported: Qwen3"),
         ({"hidden_act": "gelu"}, "hidden_act gelu"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "RoPE type dynamic"),
+        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "RoPE type longrope"),
         ({"num_key_value_heads": 3}, "4 query heads over 3"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     ],
