@@ -136,12 +136,11 @@ class Architecture:
         """The tensors that are no layer's linear and their shapes: embedding, norms, the head unless tied."""
         vocab, hidden = int(config["vocab_size"]), int(config["hidden_size"])
         found: dict[str, tuple[int, ...]] = {self.embedding: (vocab, hidden)}
+        dim = int(self.model_config(config)["head_dim"]) if self.head_norms else 0
         for index in range(self.num_layers(config)):
             prefix = self.layer(index)
             found |= {f"{prefix}{norm}.weight": (hidden,) for norm in self.norms}
-            if self.head_norms:
-                dim = int(self.model_config(config)["head_dim"])
-                found |= {f"{prefix}{norm}.weight": (dim,) for norm in self.head_norms}
+            found |= {f"{prefix}{norm}.weight": (dim,) for norm in self.head_norms}
             matrices = self.matrices(config, index)
             found |= {f"{prefix}{name}.weight": shape for name, (_, shape) in matrices.items()}
         found[self.final_norm] = (hidden,)
