@@ -1,4 +1,5 @@
-"""GLM-4 (0414): RoPE on half of each head, rotating neighbouring dimensions; norms after attention and MLP.
+"""GLM-4: RoPE on half of each head, rotating neighbouring dimensions; since 0414 more norms.
+
 
 The engine rotates dimension i with i + D_rot/2: the rows of q and k are brought to that order, which leaves
 q . k as it is.
@@ -59,7 +60,11 @@ def _scale_groups(config: HfConfig) -> tuple[ScaleGroup, ...]:
 
 
 def _model_config(config: HfConfig) -> dict[str, Any]:
-    return llama.model_config(config) | rotary_fields(config) | {"post_norms": True}
+    return llama.model_config(config) | rotary_fields(config)
+
+
+def _post_norms_config(config: HfConfig) -> dict[str, Any]:
+    return _model_config(config) | {"post_norms": True}
 
 
 def _check(config: HfConfig) -> None:
@@ -68,17 +73,11 @@ def _check(config: HfConfig) -> None:
     check_rope(config, partial=True)
 
 
-GLM4 = register(
+GLM = register(
     replace(
         LLAMA,
-        name="Glm4ForCausalLM",
-        models="GLM-4 0414, GLM-Z1",
-        norms={
-            "input_layernorm": "attention_norm",
-            "post_self_attn_layernorm": "post_attention_norm",
-            "post_attention_layernorm": "ffn_norm",
-            "post_mlp_layernorm": "post_ffn_norm",
-        },
+        name="GlmForCausalLM",
+        models="GLM-4 9B (in transformers' format)",
         fusions=(
             Fusion("w_qkv", llama.ATTENTION, order=_halves_first),
             Fusion("w_o", ("self_attn.o_proj",)),
@@ -90,5 +89,20 @@ GLM4 = register(
         scale_groups=_scale_groups,
         model_config=_model_config,
         check=_check,
+    )
+)
+
+GLM4 = register(
+    replace(
+        GLM,
+        name="Glm4ForCausalLM",
+        models="GLM-4 0414, GLM-Z1",
+        norms={
+            "input_layernorm": "attention_norm",
+            "post_self_attn_layernorm": "post_attention_norm",
+            "post_attention_layernorm": "ffn_norm",
+            "post_mlp_layernorm": "post_ffn_norm",
+        },
+        model_config=_post_norms_config,
     )
 )

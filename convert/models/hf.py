@@ -40,7 +40,7 @@ def parsed(config: HfConfig) -> PretrainedConfig:
 
     skipped = ("quantization_config", "model_type")
     fields = {key: value for key, value in config.items() if key not in skipped}
-    kind = config.get("model_type")
+    kind = str(config.get("model_type"))
     known = kind in CONFIG_MAPPING and kind not in READ_AS_LLAMA
     try:
         return (CONFIG_MAPPING[kind] if known else LlamaConfig)(**fields)
@@ -66,7 +66,10 @@ def rope_table(found: PretrainedConfig, parameters: dict[str, Any], **choice: An
         dim = int(dim * parameters.get("partial_rotary_factor", 1.0))
         exponent = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
         return 1.0 / (parameters["rope_theta"] ** exponent), 1.0
-    inv_freq, factor = ROPE_INIT_FUNCTIONS[kind](found, torch.device("cpu"), **choice)
+    try:
+        inv_freq, factor = ROPE_INIT_FUNCTIONS[kind](found, torch.device("cpu"), **choice)
+    except KeyError as error:
+        raise CheckpointError(f"config.json: RoPE type {kind} needs {error.args[0]}") from error
     return inv_freq.float(), float(factor)
 
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from turbomill.convert.models import llama
 from turbomill.convert.models.base import Fusion, HfConfig, ScaleGroup, register
 from turbomill.convert.models.hf import (
-    STATIC_ROPE,
     check_activation,
     check_rope,
     check_sizes,
@@ -93,7 +92,7 @@ def _model_config(config: HfConfig) -> dict[str, Any]:
 def _check(config: HfConfig) -> None:
     check_sizes(config)
     check_activation(config)
-    check_rope(config, (*STATIC_ROPE, *LONGROPE), partial=True)
+    check_rope(config, ("default", *LONGROPE), partial=True)
 
 
 PHI3 = register(

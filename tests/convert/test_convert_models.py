@@ -239,6 +239,10 @@ def test_published_configs_are_read():
     assert fields["rope_attention_factor"] == pytest.approx(1.1902, abs=1e-4)
     assert "layer_windows" not in fields  # as wide as the context
     assert torch.equal(2 * arch.rope_tables(phi)["rope_long"], arch.rope_inv_freq(phi))
+    older = {**phi, "rope_scaling": {**phi["rope_scaling"], "type": "su"}}
+    assert find_architecture(older).model_config(older) == fields
+    with pytest.raises(CheckpointError, match="short_factor"):
+        arch.rope({**phi, "rope_scaling": {"type": "longrope", "long_factor": [2.0] * 48}})
     mistral = {
         **BASE,
         "architectures": ["MistralForCausalLM"],

@@ -216,6 +216,7 @@ GEMMA3_ROPE = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
+GLM = {"attention_bias": True, "head_dim": 32, "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 MOE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64}
 
 CASES: dict[str, Case] = {
@@ -251,15 +252,8 @@ CASES: dict[str, Case] = {
         "gemma3_text",
         GEMMA | {"sliding_window_pattern": 2, "rope_parameters": GEMMA3_ROPE, "head_dim": 32},
     ),
-    "glm4": Case(
-        "Glm4ForCausalLM",
-        "glm4",
-        {
-            "attention_bias": True,
-            "head_dim": 32,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
-        },
-    ),
+    "glm": Case("GlmForCausalLM", "glm", GLM | {"partial_rotary_factor": 0.25}),
+    "glm4": Case("Glm4ForCausalLM", "glm4", GLM),
     "mixtral": Case(
         "MixtralForCausalLM",
         "mixtral",

@@ -125,3 +125,26 @@ def test_4_bit_logits_equal_the_dequantized_model(name: str, tmp_path: Path) -> 
     store = store_of(path)
     assert any(tensor.layout == "w4.n64k64" for tensor in store.tensors.values())
     agree(store, case, case.reference(dense, model.config), (512, 5))
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen2-moe"])
+def test_a_batch_is_its_sequences(name: str, tmp_path: Path) -> None:
+    """Windows are each sequence's own, and rows of all sequences share an expert."""
+    case = CASES[name]
+    case.make(tmp_path / "dense")
+    store = store_of(tmp_path / "dense")
+    prompts = [prompt(case, seed)[: 9 + 31 * seed] for seed in range(5)]
+    with Native(store, max_prefill_token_num=96) as engine:
+        together = [engine.tokens(request) for request in [engine.submit(ids, 16) for ids in prompts]]
+    with Native(store) as engine:
+        assert together == [engine.generate(ids, 16) for ids in prompts]
+
+
+def test_a_backend_can_refuse_variants(tmp_path: Path) -> None:
+    CASES["qwen3"].make(tmp_path / "dense")
+    model = _core.ModelConfig(**store_of(tmp_path / "dense").model)
+    assert model.variants() == ["qk_norm"]
+    _core.require_known_variants(model, "cuda", ["qk_norm", "rotary_dim"])
+    with pytest.raises(ValueError, match="the cuda backend does not support this model's qk_norm"):
+        _core.require_known_variants(model, "cuda", ["rotary_dim"])
+    assert _core.ModelConfig(vocab_size=8).variants() == []
