@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import rich_click as click
 
+from turbomill.commands import SETTINGS, DashGroup, options
+
 if TYPE_CHECKING:
     from turbomill.quant.options import Method, QuantResult
-
-
-def normalize(token: str) -> str:
-    """Dashes and underscores mean the same."""
-    return token.replace("_", "-")
-
-
-class DashGroup(click.RichGroup):
-    """A group that finds `auto_awq` as `auto-awq` too."""
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Look a command up whatever its dashes."""
-        return {normalize(name): command for name, command in self.commands.items()}.get(normalize(cmd_name))
-
-
-SETTINGS = {"help_option_names": ["-h", "--help"], "token_normalize_func": normalize}
 
 
 @click.group(cls=DashGroup, context_settings=SETTINGS)
@@ -37,16 +22,7 @@ def lite() -> None:
     """
 
 
-def _options(*decorators: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def apply(function: Any) -> Any:
-        for decorator in reversed(decorators):
-            function = decorator(function)
-        return function
-
-    return apply
-
-
-OUTPUT = _options(
+OUTPUT = options(
     click.argument("model"),
     click.option(
         "--work-dir",
@@ -57,7 +33,7 @@ OUTPUT = _options(
     click.option("--overwrite", is_flag=True, help="Replace a --work-dir that holds something else."),
     click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout."),
 )
-CALIBRATION = _options(
+CALIBRATION = options(
     click.option(
         "--calib-dataset",
         default="builtin",
@@ -72,7 +48,7 @@ CALIBRATION = _options(
     ),
     click.option("--seed", default=0, show_default=True, help="For --calib-dataset self."),
 )
-SCHEME = _options(
+SCHEME = options(
     click.option("--w-bits", default=4, show_default=True, help="Bits per weight."),
     click.option("--w-group-size", default=128, show_default=True, help="Input channels that share a scale."),
     click.option("--w-sym", "--sym", is_flag=True, help="Symmetric grids, without zeros."),

@@ -60,8 +60,11 @@ async def run_load(engine: AsyncEngine, load: Load, vocab_size: int, seed: int =
     arrivals = await asyncio.gather(*[_arrivals(engine, prompt, gen) for prompt in prompts])
     filled = max(times[0] for times in arrivals)
     end = max(times[-1] for times in arrivals)
+    prefill = load.batch * load.prompt_tokens / (filled - start)
     later = sum(moment > filled for times in arrivals for moment in times)
-    return load.batch * load.prompt_tokens / (filled - start), later / max(end - filled, 1e-9)
+    if not later:  # so fast that the first tokens and the last were delivered together
+        later, filled = load.batch * load.completion_tokens, start
+    return prefill, later / (end - filled)
 
 
 def measure(

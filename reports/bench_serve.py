@@ -83,7 +83,8 @@ def bench_serve(
             options = replace(options, vocab_size=store.model["vocab_size"])
             arguments = ["--session-len", str(longest), "--quant-policy", str(quant_policy)]
             arguments += ["--num-threads", str(num_threads)]
-            base_url, served_name = stack.enter_context(server(str(store.path), "bench", arguments)), "bench"
+            served_name = Path(model).name or "model"
+            base_url = stack.enter_context(server(str(store.path), served_name, arguments))
         assert base_url is not None
         result = asyncio.run(load_server(base_url, options, model=served_name, api_key=api_key))
     settings = {"base_url": base_url, "seed": options.seed, "ignore_eos": options.ignore_eos}

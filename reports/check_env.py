@@ -103,7 +103,7 @@ def _rows(found: dict[str, Any]) -> list[tuple[str, str]]:
     return rows + [(name, version or "not installed") for name, version in found["packages"].items()]
 
 
-@click.command()
+@click.command("check_env")
 @click.option("--json", "as_json", is_flag=True, help="Print machine output on stdout.")
 @click.pass_context
 def check_env(ctx: click.Context, as_json: bool) -> None:

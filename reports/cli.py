@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import rich_click as click
 
+from turbomill.commands import SETTINGS, options
+
 if TYPE_CHECKING:
     from turbomill.reports.evaluation import EvalOptions
     from turbomill.reports.runs import Run
-
-
-def normalize(token: str) -> str:
-    """Dashes and underscores mean the same."""
-    return token.replace("_", "-")
-
-
-SETTINGS = {"help_option_names": ["-h", "--help"], "token_normalize_func": normalize}
 
 
 class IntList(click.ParamType):
@@ -37,16 +30,7 @@ class IntList(click.ParamType):
             self.fail(f"{value!r} is not integers separated by commas, such as 1,8", param, ctx)
 
 
-def _options(*decorators: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def apply(function: Any) -> Any:
-        for decorator in reversed(decorators):
-            function = decorator(function)
-        return function
-
-    return apply
-
-
-OUTPUT = _options(
+OUTPUT = options(
     click.option(
         "--work-dir",
         type=click.Path(path_type=Path),
@@ -54,7 +38,7 @@ OUTPUT = _options(
     ),
     click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout."),
 )
-TEXT = _options(
+TEXT = options(
     click.option(
         "--reference", help="Unquantized model for KL and top-1: a store, checkpoint, GGUF file or demo."
     ),
@@ -312,7 +296,7 @@ def report(runs: tuple[Path, ...], output: Path | None, as_json: bool) -> None:
 @click.option("--w-group-size", "group", default=64, show_default=True, help="Channels that share a scale.")
 @click.option("--calib-samples", default=32, show_default=True, help="Windows of calibration text.")
 @click.option("--calib-seqlen", default=512, show_default=True, help="Tokens per calibration window.")
-@click.option("--windows", default=16, show_default=True, help="Windows of evaluation text.")
+@click.option("--windows", default=8, show_default=True, help="Windows of evaluation text.")
 @click.option("--window-len", default=512, show_default=True, help="Tokens per evaluation window.")
 @THREADS
 @click.option("--json", "as_json", is_flag=True, help="Print the table and the answer as JSON on stdout.")

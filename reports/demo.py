@@ -39,7 +39,7 @@ class DemoOptions:
     calib_samples: int = 32
     calib_seqlen: int = 512
     dataset: str = "builtin"
-    windows: int = 16
+    windows: int = 8
     window_len: int = 512
     policies: tuple[int, ...] = (0, 8, 4)
     rounds: int = 3
@@ -49,6 +49,8 @@ class DemoOptions:
 
     def quant_options(self, method: Method) -> QuantOptions:
         """4 bits; calibration for the methods that use it."""
+        if method == "rtn":
+            return QuantOptions(bits=4, group=self.group, overwrite=True)
         return QuantOptions(
             bits=4,
             group=self.group,
@@ -93,9 +95,17 @@ def run_demo(work_dir: Path, options: DemoOptions | None = None) -> Run:
     return run
 
 
+def _text_version(dataset: str) -> int | None:
+    """Changes when a local text does."""
+    path = Path(dataset)
+    return path.stat().st_mtime_ns if path.exists() else None
+
+
 def _quantized(work_dir: Path, options: DemoOptions, method: Method, source: dict[str, str]) -> Path:
     settings = options.quant_options(method)
     inputs: dict[str, Any] = {"source": source, "method": method, "options": settings.describe()}
+    if method != "rtn":
+        inputs["text"] = _text_version(options.calib_dataset)
     step = Step(f"quantize with {method.upper()}", work_dir / "checkpoints" / method, inputs)
     step.run(lambda output: quantize(options.model, output, method, settings))
     return step.output
@@ -122,9 +132,7 @@ def _scored(work_dir: Path, options: DemoOptions, name: str, stores: dict[str, P
         cache=str(work_dir / "reference"),
     )
     fingerprints = {key: open_store(stores[key]).fingerprint for key in (name, "fp16")}
-    inputs = {**asdict(spec), "fingerprints": fingerprints}
-    if Path(options.dataset).is_file():
-        inputs["text"] = Path(options.dataset).stat().st_mtime_ns
+    inputs = {**asdict(spec), "fingerprints": fingerprints, "text": _text_version(options.dataset)}
     step = Step(f"score {name}", work_dir / "scores" / f"{name}.json", inputs)
     step.run(lambda output: _run_child(spec, output))
     return Variant.model_validate_json(step.output.read_text(encoding="utf-8"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,7 @@ class RequestResult:
     @property
     def itls(self) -> list[float]:
         """Inter-token latencies: between pieces."""
-        return [later - earlier for earlier, later in zip(self.arrivals, self.arrivals[1:], strict=False)]
+        return [later - earlier for earlier, later in pairwise(self.arrivals)]
 
     @property
     def tpot(self) -> float | None:

@@ -42,6 +42,12 @@ def _figure(traces: list[go.Scatter], x: str, y: str) -> go.Figure:
     return figure
 
 
+def _label_sides(heights: Sequence[float]) -> list[str]:
+    """Labels of neighbours in height go to different sides, so that close points stay readable."""
+    order = sorted(range(len(heights)), key=lambda i: heights[i])
+    return ["middle right" if order.index(i) % 2 else "middle left" for i in range(len(heights))]
+
+
 def _alt(points: Sequence[tuple[str, float, float]], x: str, y: str) -> str:
     told = "; ".join(f"{name}: {x} {px:.4g}, {y} {py:.4g}" for name, px, py in points)
     return f"Scatter plot of {y} against {x}. {told}."
@@ -66,7 +72,7 @@ def size_quality(variants: Sequence[Variant]) -> Plot | None:
         y=[y for _, _, y in points],
         text=[name for name, _, _ in points],
         mode="markers+text",
-        textposition="top center",
+        textposition=_label_sides([y for _, _, y in points]),
         marker={"size": 12},
         cliponaxis=False,
         hovertemplate="%{text}: %{x:.1f} MB, " + kind + " %{y:.4f}<extra></extra>",
@@ -95,8 +101,9 @@ def quality_speed(variants: Sequence[Variant]) -> Plot | None:
                 y=[y for _, _, y in points],
                 text=[name for name, _, _ in points],
                 name=f"KV {bits}",
-                mode="markers+text",
-                textposition="top center",
+                # The unquantized cache's points carry the names; the others lie close to them.
+                mode="markers" if traces else "markers+text",
+                textposition=_label_sides([y for _, _, y in points]),
                 marker={"size": 11, "symbol": SYMBOLS.get(bits, "circle")},
                 cliponaxis=False,
                 hovertemplate=f"%{{text}}, KV {bits}: %{{x:.1f}} tokens/s, {kind} %{{y:.4f}}<extra></extra>",

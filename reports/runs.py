@@ -130,7 +130,9 @@ def model_card(name: str, store: Store) -> ModelCard:
 
 def new_run(kind: Kind, settings: dict[str, Any], **fields: Any) -> Run:
     """A run with its provenance; `settings` are the options that shaped it."""
-    return Run(kind=kind, provenance=console.provenance(settings=settings), **fields)
+    made = console.provenance(settings=settings)
+    # As it will be read back: tuples and paths have no JSON of their own.
+    return Run(kind=kind, provenance=json.loads(json.dumps(made, default=str)), **fields)
 
 
 def write_atomic(path: Path, text: str) -> None:
@@ -165,7 +167,7 @@ def check_run_dir(directory: Path) -> None:
 def load_run(path: Path) -> Run:
     """Read a run from its directory or its run.json. Raises TurbomillError naming the field that is wrong."""
     path = Path(path)
-    file = path / RUN_FILE if path.is_dir() else path
+    file = path if path.suffix == ".json" else path / RUN_FILE
     if not file.is_file():
         raise TurbomillError(f"{file}: no such file; a run is a directory with {RUN_FILE} (see --work-dir)")
     try:

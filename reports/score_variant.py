@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import sys
 from dataclasses import dataclass
@@ -50,7 +51,13 @@ class VariantSpec:
 
 
 def peak_memory() -> int:
-    """The largest resident memory of this process so far, in bytes (Linux counts in KiB)."""
+    """The largest resident memory of this process so far, in bytes (Linux counts in KiB).
+
+    Not ru_maxrss where /proc tells: a child inherits that from the process that started it.
+    """
+    status = Path("/proc/self/status")
+    if status.is_file() and (found := re.search(r"^VmHWM:\s+(\d+) kB", status.read_text(), re.MULTILINE)):
+        return int(found[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

@@ -62,7 +62,7 @@ def _policies(name: str, policies: Sequence[KvPolicy]) -> list[str]:
         if policy is base:
             continue
         text = (
-            f"With a {policy.name}-bit KV cache {name} takes "
+            f"With {policy.name} bits in the KV cache {name} takes "
             f"{percent(policy.bytes_per_token / base.bytes_per_token)} of the bytes per token; "
             f"perplexity goes from {number(base.ppl, 3)} to {number(policy.ppl, 3)}"
         )
@@ -84,9 +84,9 @@ def _score(run: Run) -> str:
 
 
 def _load(load: dict[str, object]) -> str:
-    failed = f", {load['failed']} failed" if load["failed"] else ""
+    total = int(load["completed"]) + int(load["failed"])  # type: ignore[call-overload]
     return (
-        f"{load['model_id']} served {load['completed']} requests{failed}: "
+        f"The server of {load['model_id']} answered {load['completed']} of {total} requests: "
         f"{number(load['output_throughput'], 1)} output tokens/s, "  # type: ignore[arg-type]
         f"median time to first token {number(load['median_ttft_ms'], 0)} ms."  # type: ignore[arg-type]
     )

@@ -141,11 +141,11 @@ def _speed_tables(run: Run) -> list[TableView]:
         pace = (
             "as fast as possible" if load["request_rate"] == "inf" else f"{load['request_rate']} requests/s"
         )
+        limit = f", at most {load['max_concurrency']} at a time" if load["max_concurrency"] else ""
         note = (
             f"{load['completed']} requests completed and {load['failed']} failed in "
-            f"{number(load['duration'], 1)} s, sent {pace}, at most "
-            f"{load['max_concurrency'] or 'all'} at a time: {number(load['output_throughput'], 1)} output "
-            f"tokens/s. Milliseconds."
+            f"{number(load['duration'], 1)} s, sent {pace}{limit}: {number(load['output_throughput'], 1)} "
+            "output tokens/s. Latencies in milliseconds."
         )
         rows = tuple(latency_rows(load))
         tables.append(TableView(f"Server, {load['model_id']}", note, LATENCY_COLUMNS, rows))

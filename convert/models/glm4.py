@@ -1,6 +1,5 @@
 """GLM-4: RoPE on half of each head, rotating neighbouring dimensions; since 0414 more norms.
 
-
 The engine rotates dimension i with i + D_rot/2: the rows of q and k are brought to that order, which leaves
 q . k as it is.
 """

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 def build_info() -> dict[str, Any]:
-    """Backends, compiler and instruction sets compiled in: {"backends": ["cpu"], "isa": [...], "compiler": ...}."""
+    """What was compiled in: {"backends": ["cpu"], "isa": [...], "compiler": ...}."""
 
 def cpu_features() -> dict[str, Any]:
     """{"isa": the kernel set chosen at run time, "features": [names of CPU features found]}."""

@@ -111,7 +111,7 @@ def cpu_name() -> str:
 
 
 def provenance(**inputs: Any) -> dict[str, Any]:
-    """What made a result: command line, time, versions, machine, and the caller's `inputs` (seeds, fingerprints)."""
+    """What made a result: command line, time, versions, machine, `inputs` (seeds, fingerprints)."""
     return {
         "command": " ".join(["turbomill", *sys.argv[1:]]),
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

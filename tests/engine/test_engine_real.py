@@ -1,7 +1,6 @@
 """All on the native engine: store, engine, pipeline, server, terminal. The openai SDK is the client."""
 
 import asyncio
-import os
 import re
 import signal
 import subprocess
@@ -26,16 +25,8 @@ CONFIG = EngineConfig(session_len=512, max_batch_size=8, num_threads=2)
 
 
 @pytest.fixture(scope="module")
-def demo_environment(tmp_path_factory):
-    """Where `demo` is converted once for all tests of this file."""
-    return {"TURBOMILL_CACHE": str(tmp_path_factory.mktemp("cache"))}
-
-
-@pytest.fixture(scope="module")
-def demo_store(demo_environment):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TURBOMILL_CACHE", demo_environment["TURBOMILL_CACHE"])
-        return open_model("demo")
+def demo_store():
+    return open_model("demo")
 
 
 @pytest.fixture(scope="module")
@@ -225,35 +216,33 @@ def test_demo_pipeline(demo_engine):
     assert "".join(piece.text for piece in pieces) == whole.text and whole.text.strip()
 
 
-def run_turbomill(arguments, environment, **options):
+def run_turbomill(arguments, **options):
     return subprocess.run(
         [*RUN, *arguments],
         capture_output=True,
         text=True,
-        env=os.environ | environment,
         timeout=120,
         **options,
     )
 
 
 @pytest.mark.demo_model
-def test_demo_chat_through_a_pipe(demo_environment, demo_store):
+def test_demo_chat_through_a_pipe(demo_store):
     arguments = ["chat", "demo", "--temperature", "0", "--session-len", "512", "--max-new-tokens", "24"]
     asked = "What is the capital of France?\nAnd which country is it in?\nexit\n"
-    result = run_turbomill(arguments, demo_environment, input=asked)
+    result = run_turbomill(arguments, input=asked)
     assert result.returncode == 0, result.stderr
     assert "Paris" in result.stdout and "France" in result.stdout
     assert "engine turbomind on cpu" in result.stderr and "Traceback" not in result.stderr
 
 
 @pytest.mark.demo_model
-def test_demo_server_process(demo_environment, demo_store):
+def test_demo_server_process(demo_store):
     arguments = ["serve", "api_server", str(demo_store.path), "--server-port", "0", "--model-name", "smol"]
     with subprocess.Popen(
         [*RUN, *arguments, "--session-len", "256"],
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | demo_environment,
     ) as process:
         assert process.stderr is not None
         lines = []
