@@ -37,11 +37,11 @@ def _unit_rows(head: Tensor) -> Tensor:
 
 
 def _check(config: HfConfig) -> None:
-    # The 13B models bias attention by distance instead of rotating, and so have no limit on positions.
-    if "max_position_embeddings" not in config:
+    # The 13B models bias attention by distance instead of rotating, and so state no number of positions.
+    if "max_position_embeddings" not in config or config.get("hidden_size") == 5120:
         raise UnsupportedModelError(
-            "config.json: no max_position_embeddings: Baichuan 13B's ALiBi attention is not supported; "
-            "supported: Baichuan and Baichuan2 7B"
+            "config.json: this is Baichuan 13B, whose ALiBi attention is not supported; "
+            "supported: Baichuan 7B, Baichuan2 7B"
         )
     llama.check(config)
 

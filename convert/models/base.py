@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from turbomill.errors import UnsupportedModelError
+from turbomill.errors import CheckpointError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -180,7 +180,10 @@ def find_architecture(config: HfConfig) -> Architecture:
     names = config.get("architectures") or []
     for name in names:
         if name in known:
-            known[name].check(config)
+            try:
+                known[name].check(config)
+            except (TypeError, ValueError, KeyError, AttributeError) as error:
+                raise CheckpointError(f"config.json: not a valid config of {name}: {error!r}") from error
             return known[name]
     what = ", ".join(map(str, names)) or f"model_type {config.get('model_type', 'missing')}"
     wanted = str(names[0] if names else config.get("model_type", ""))

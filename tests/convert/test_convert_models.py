@@ -190,6 +190,14 @@ def test_variants_of_other_architectures_are_refused(fields, words):
     assert "\n" not in str(error.value)
 
 
+def test_malformed_configs_are_one_line():
+    odd = {**BASE, "architectures": ["Gemma3ForCausalLM"], "model_type": "llama"}
+    for fields in ({}, {"rope_scaling": [1]}, {"rope_parameters": {"full_attention": 3}}):
+        with pytest.raises(CheckpointError, match=r"config\.json") as error:
+            find_architecture({**odd, **fields})
+        assert "\n" not in str(error.value)
+
+
 def test_published_configs_are_read():
     """As the models' config.json are on the hub, with keys left at their class's default left out."""
     gemma2 = {
