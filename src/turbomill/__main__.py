@@ -26,7 +26,9 @@ def main() -> None:
     except Exit as done:
         sys.exit(done.exit_code)
     except ClickException as error:
-        error.show()
+        context = getattr(error, "ctx", None)
+        hint = f"; see `{context.command_path} --help`" if context else ""
+        print(f"error: {error.format_message().rstrip('.')}{hint}", file=sys.stderr)
         sys.exit(error.exit_code)
     except (KeyboardInterrupt, Abort):
         print("interrupted", file=sys.stderr)
