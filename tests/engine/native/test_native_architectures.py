@@ -3,6 +3,7 @@ of 8 bits."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,15 @@ from turbomill.convert.store import Store
 from turbomill.convert.writer import CheckpointWriter
 
 LONGEST = 150  # several blocks of the cache, and many times every window
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """transformers' models are tiny: torch's threads would only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def prompt(case: Case, seed: int = 3) -> list[int]:
@@ -51,7 +61,7 @@ def agree(store: Store, case: Case, model: Any, budgets: tuple[int, ...]) -> Non
         with Native(store, session_len=case.session_len, max_prefill_token_num=budget) as engine:
             np.testing.assert_allclose(engine.logits(ids), expected, atol=1e-3, rtol=0)
     with Native(store, session_len=case.session_len, max_prefill_token_num=50) as engine:
-        assert engine.generate(ids, 12) == greedy(model, ids, 12)
+        assert engine.generate(ids, 8) == greedy(model, ids, 8)
 
 
 def dequantized(path: Path, dst: Path) -> Path:
@@ -82,7 +92,7 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     model = case.make(tmp_path / "dense")
     store = store_of(tmp_path / "dense")
     assert store.manifest["architecture"] == case.architecture
-    agree(store, case, model, (512, 37, 5))
+    agree(store, case, model, (512, 37))
     ids = prompt(case)
     with Native(store, session_len=case.session_len, quant_policy=8) as engine:
         error = np.abs(engine.logits(ids) - logits_of(model, ids))
