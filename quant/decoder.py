@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from turbomill.convert.checkpoint import Checkpoint
+from turbomill.convert.reference import attention_implementation
 from turbomill.quant.parallel import spread, workers
 
 
@@ -49,9 +50,10 @@ class StreamedDecoder:
         self.num_layers = self.arch.num_layers(checkpoint.config)
         # Parameters stay empty; buffers such as RoPE's frequencies are computed, they are not in the
         # checkpoint.
+        config = checkpoint.hf_config()
         with init_empty_weights(include_buffers=False):
             self._skeleton = AutoModelForCausalLM.from_config(
-                checkpoint.hf_config(), dtype=torch.float32, attn_implementation="sdpa"
+                config, dtype=torch.float32, attn_implementation=attention_implementation(config)
             ).eval()
         # Per batch shape and layer: what the model passes beside the hidden states (mask, positions, RoPE).
         self._kwargs: dict[tuple[int, int], list[dict[str, Any]]] = {}

@@ -47,7 +47,7 @@ def round_columns(weight: Tensor, hessian: Tensor, grid: Grid, damping: float = 
 
 
 def _solve(rest: Tensor, scales: Tensor, zeros: Tensor, factor: Tensor, top: int) -> Tensor:
-    """Codes [K, n] of columns `rest` [K, n], which is used up, under each column's scales and zeros [K, n]."""
+    """Codes [K, n] of columns `rest` [K, n], which is used up; each column has its scales and zeros."""
     k = rest.shape[0]
     codes = torch.empty_like(rest)
     for start in range(0, k, BLOCK):

@@ -142,6 +142,7 @@ def _write_layers(
                 spec,
                 head_dim,
                 stored_as=lambda name, prefix=prefix: checkpoint.dtype_of(prefix + name),
+                norm_offset=arch.norm_offset,
             )
             if calibration is None:
                 quantize_rtn(work, arch.linears)

@@ -20,7 +20,8 @@ Turbomind::Turbomind(const ModelConfig& model, const std::vector<TensorRef>& ten
     : model_(checked(model)),
       config_(checked(config)),
       weights_(model_, tensors),
-      backend_(std::make_unique<cpu::CpuBackend>(model_, config_, weights_.rope_inv_freq)),
+      backend_(std::make_unique<cpu::CpuBackend>(
+          model_, config_, weights_.inv_freq(model_, config_.session_len), weights_.rope_local_inv_freq)),
       decoder_(model_, weights_, *backend_, config_.max_step_tokens()),
       engine_(std::make_unique<Engine>(
           model_, config_, [this](BatchData& batch) { decoder_.forward(batch); }, std::move(on_outputs))) {}
