@@ -19,7 +19,7 @@ from turbomill.convert.formats.dense import DenseFormat
 from turbomill.convert.formats.find import find_format
 from turbomill.convert.linear import Linear, QuantScheme
 from turbomill.convert.models.base import Architecture, find_architecture
-from turbomill.errors import CheckpointError
+from turbomill.errors import CheckpointError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -97,7 +97,7 @@ class Checkpoint(ABC):
     @property
     def tied(self) -> bool:
         """Whether the head is the embedding."""
-        return bool(self.config.get("tie_word_embeddings", False))
+        return self.arch.tied(self.config)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -119,8 +119,14 @@ class Checkpoint(ABC):
         return self.format_of(prefix).unpack(self, prefix)
 
     def hf_config(self) -> PretrainedConfig:
-        """The transformers config of the model, unquantized."""
+        """The transformers config of the model, unquantized. Raises UnsupportedModelError for remote code."""
         from transformers import AutoConfig
+
+        if self.arch.remote_code:
+            raise UnsupportedModelError(
+                f"{self.path}: transformers has no modelling code for {self.arch.name}: the native engine "
+                "runs it, but it cannot be quantized or serve as a reference"
+            )
 
         fields = {key: value for key, value in self.config.items() if key != "quantization_config"}
         kind = fields.pop("model_type", None)

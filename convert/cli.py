@@ -36,13 +36,19 @@ def convert(model: str, dst_path: Path, force: bool, as_json: bool) -> None:
 
 
 @click.command()
-@click.argument("path", metavar="MODEL")
+@click.argument("path", metavar="MODEL", required=False)
+@click.option("--architectures", is_flag=True, help="List the supported architectures instead.")
 @click.option("--tensors/--no-tensors", default=True, show_default=True, help="List every tensor.")
 @click.option("--verify", is_flag=True, help="Read a store's files and compare their checksums.")
 @click.option("--json", "as_json", is_flag=True, help="Print machine output on stdout.")
-def inspect(path: str, tensors: bool, verify: bool, as_json: bool) -> None:
+def inspect(path: str | None, architectures: bool, tensors: bool, verify: bool, as_json: bool) -> None:
     """Show what a checkpoint, a GGUF file or a store holds."""
     console.setup_logging()
+    if architectures:
+        _list_architectures(as_json)
+        return
+    if path is None:
+        raise click.UsageError("Missing argument 'MODEL'.")
     from turbomill.convert.describe import describe
     from turbomill.convert.source import resolve_model
 
@@ -51,3 +57,12 @@ def inspect(path: str, tensors: bool, verify: bool, as_json: bool) -> None:
         console.emit_json(found.to_dict())
     else:
         console.stdout.print(found.render(tensors=tensors))
+
+
+def _list_architectures(as_json: bool) -> None:
+    from turbomill.convert.models.base import architecture_table, architectures
+
+    if as_json:
+        console.emit_json({arch.name: arch.models for arch in architectures()})
+    else:
+        click.echo(architecture_table())

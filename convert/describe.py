@@ -114,7 +114,7 @@ def describe_store(store: Store, verify: bool = False) -> Description:
         for t in store.tensors.values()
     ]
     # Scales and zeros are not parameters; their linear's codes are.
-    counted = [t for t in lines if t.layout != "group.n64" and t.name != "rope.inv_freq"]
+    counted = [t for t in lines if t.layout != "group.n64" and not t.name.startswith("rope")]
     parameters = sum(prod(t.logical) for t in counted)
     manifest = store.manifest
     tokenizer = manifest["tokenizer"]
@@ -145,7 +145,8 @@ def _describe_checkpoint(checkpoint: Checkpoint) -> Description:
         shape, dtype, layout, nbytes = checkpoint.stored(name)
         lines.append(TensorLine(name, layout, dtype, list(shape), list(checkpoint.shape(name)), nbytes))
     shapes = arch.linear_shapes(config)
-    linears = sum(k * n for k, n in shapes.values()) * arch.num_layers(config)
+    layers = range(arch.num_layers(config))
+    linears = sum(prod(shapes[name]) for index in layers for name in arch.linears_of(config, index))
     others = sum(prod(checkpoint.shape(n)) for n in arch.other_weights(config) if checkpoint.has(n))
     biases = sum(prod(line.logical) for line in lines if line.name.endswith(".bias"))
     parameters = linears + others + biases

@@ -15,7 +15,12 @@ from turbomill.convert.writer import CheckpointWriter
 from turbomill.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
+
+
+def attention_implementation(config: PretrainedConfig) -> str:
+    """transformers' attention that computes what the model says: PyTorch's own has no soft cap."""
+    return "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
 
 
 def load_dense_model(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -35,7 +40,12 @@ def load_dense_model(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32)
     with _quiet():
         # The path None tells transformers that the weights are in `state_dict`.
         model, info = model_class.from_pretrained(
-            None, config=config, state_dict=state, dtype=dtype, output_loading_info=True
+            None,
+            config=config,
+            state_dict=state,
+            dtype=dtype,
+            attn_implementation=attention_implementation(config),
+            output_loading_info=True,
         )
     if info["missing_keys"]:
         raise CheckpointError(f"{checkpoint.path}: no tensor {', '.join(sorted(info['missing_keys']))}")

@@ -91,11 +91,20 @@ class TurbomindEngine:
             raise UsageError(
                 f"session_len is {session_len}, expected at most the model's context of {context} tokens"
             )
+        if original := self.store.model.get("rope_original_context"):
+            kind = "long" if session_len > original else "short"
+            logger.info("sessions of up to %d tokens: RoPE with the %s-context factors", session_len, kind)
         return session_len
 
     def _start(self) -> _core.Engine:
         core, config, store = self._core, self.config, self.store
-        model = core.ModelConfig(**store.model)
+        try:
+            model = core.ModelConfig(**store.model)
+        except TypeError as error:
+            raise EngineError(
+                f"{store.path}: the store describes a model this turbomill does not know ({error}); "
+                "use the turbomill that wrote it, or convert the checkpoint again"
+            ) from error
         settings: dict[str, Any] = {
             "device": self._device,
             "num_threads": config.num_threads,

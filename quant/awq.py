@@ -12,6 +12,7 @@ from torch import Tensor
 from turbomill.quant.grid import Grid, GridSpec, clipped_grid, minmax_grid
 from turbomill.quant.inputs import InputStats
 from turbomill.quant.loss import output_loss
+from turbomill.quant.parallel import spread
 
 RATIOS = 10  # a first pass in tenths, then half a step around the best: a grid of 20
 FIXED_RATIO = 0.5  # without the search
@@ -35,14 +36,13 @@ def search_scale(
 
     def consider(ratios: list[float], families: tuple[bool, ...]) -> None:
         nonlocal best, least, where
-        for ratio in ratios:
-            for by_weight in families:
-                if ratio == (1 if by_weight else 0):
-                    continue  # the other family's ratio 1, and no scaling: already there
-                scale = candidate(x, w, ratio, by_weight)
-                loss = scaled_loss(weight, scale[share], stats.gram, spec)
-                if loss < least:  # NaN, where a scale left the 16-bit range, is not
-                    best, least, where = scale, loss, (ratio, by_weight)
+        # The other family's ratio 1, and no scaling, are there already.
+        tried = [(r, by_weight) for r in ratios for by_weight in families if r != (1 if by_weight else 0)]
+        scales = [candidate(x, w, ratio, by_weight) for ratio, by_weight in tried]
+        losses = spread(lambda scale: scaled_loss(weight, scale[share], stats.gram, spec), scales)
+        for at, scale, loss in zip(tried, scales, losses, strict=True):
+            if loss < least:  # NaN, where a scale left the 16-bit range, is not
+                best, least, where = scale, loss, at
 
     if not search:
         consider([FIXED_RATIO], (False,))

@@ -10,7 +10,7 @@ import torch
 from turbomill import console
 from turbomill.calib_data import check_name
 from turbomill.convert.checkpoint import Checkpoint
-from turbomill.errors import CheckpointError, UsageError
+from turbomill.errors import CheckpointError, UnsupportedModelError, UsageError
 from turbomill.quant.options import Method, QuantOptions
 
 MARKER = "turbomill.json"
@@ -45,12 +45,19 @@ def check_dense(checkpoint: Checkpoint) -> None:
             "give the full-precision model"
         )
     arch, config = checkpoint.arch, checkpoint.config
+    if arch.remote_code or arch.num_experts(config):
+        reason = "transformers has no modelling code for it" if arch.remote_code else "a mixture of experts"
+        raise UnsupportedModelError(
+            f"{checkpoint.path}: {arch.name} cannot be quantized here ({reason}); `turbomill convert` reads "
+            "it dense, or quantized elsewhere (AWQ, GPTQ)"
+        )
     shapes, biases = arch.linear_shapes(config), arch.linear_biases(config)
     wanted: dict[str, tuple[int, ...] | None] = {arch.embedding: None}
     for index in range(arch.num_layers(config)):
         prefix = arch.layer(index)
-        wanted |= {f"{prefix}{norm}.weight": None for norm in arch.norms}
-        for name, (k, n) in shapes.items():
+        wanted |= {f"{prefix}{norm}.weight": None for norm in (*arch.norms, *arch.head_norms)}
+        for name in arch.linears_of(config, index):
+            k, n = shapes[name]
             wanted[f"{prefix}{name}.weight"] = (n, k)
             if biases[name]:
                 wanted[f"{prefix}{name}.bias"] = (n,)

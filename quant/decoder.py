@@ -6,7 +6,7 @@ Only the layer in work is in memory; what flows between layers is the list of hi
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,10 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from turbomill.convert.checkpoint import Checkpoint
+from turbomill.convert.reference import attention_implementation
+from turbomill.quant.parallel import spread, workers
 
 
 class _Reached(Exception):  # noqa: N818  (control flow, not an error)
     """The module of interest has its input: the rest of the forward pass is not needed."""
+
+    def __init__(self, inputs: Tensor) -> None:
+        super().__init__()
+        self.inputs = inputs
 
 
 class _Recorder(nn.Module):
@@ -44,9 +50,10 @@ class StreamedDecoder:
         self.num_layers = self.arch.num_layers(checkpoint.config)
         # Parameters stay empty; buffers such as RoPE's frequencies are computed, they are not in the
         # checkpoint.
+        config = checkpoint.hf_config()
         with init_empty_weights(include_buffers=False):
             self._skeleton = AutoModelForCausalLM.from_config(
-                checkpoint.hf_config(), dtype=torch.float32, attn_implementation="sdpa"
+                config, dtype=torch.float32, attn_implementation=attention_implementation(config)
             ).eval()
         # Per batch shape and layer: what the model passes beside the hidden states (mask, positions, RoPE).
         self._kwargs: dict[tuple[int, int], list[dict[str, Any]]] = {}
@@ -93,23 +100,32 @@ class StreamedDecoder:
         output = layer(hidden, **kwargs)
         return output[0] if isinstance(output, tuple) else output
 
+    def run_all(self, layer: nn.Module, index: int, hidden: list[Tensor]) -> None:
+        """Replace each batch of `hidden` by layer `index`'s output for it."""
+        hidden[:] = spread(lambda batch: self.run(layer, index, batch), hidden)
+
     def run_to(
-        self, layer: nn.Module, index: int, hidden: Iterable[Tensor], name: str, use: Callable[[Tensor], None]
+        self, layer: nn.Module, index: int, hidden: Sequence[Tensor], name: str, use: Callable[[Tensor], None]
     ) -> None:
         """Run each of `hidden` only as far as the layer's module `name`, giving its input [B, T, K] to
-        `use`."""
+        `use`, in order."""
 
         def reached(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            use(args[0])
-            raise _Reached
+            raise _Reached(args[0])
+
+        def inputs(batch: Tensor) -> Tensor:
+            try:
+                self.run(layer, index, batch)
+            except _Reached as stopped:
+                return stopped.inputs
+            raise AssertionError(f"layer {index} never calls {name}")
 
         handle = layer.get_submodule(name).register_forward_pre_hook(reached)
+        step = workers()  # inputs held at a time
         try:
-            for batch in hidden:
-                try:
-                    self.run(layer, index, batch)
-                except _Reached:
-                    continue
+            for start in range(0, len(hidden), step):
+                for x in spread(inputs, hidden[start : start + step]):
+                    use(x)
         finally:
             handle.remove()
 

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from turbomill.quant.grid import Grid, GridSpec, Quantized, searched_grid
+from turbomill.quant.parallel import spread
 
 logger = logging.getLogger("turbomill.quant")
 
 BLOCK = 128  # columns updated at once ("lazy batch updates", section 3.3 of the paper)
+ROWS = 512  # rows of the weight solved together: they stay in the cache, and the parts run side by side
 
 
 def gptq(weight: Tensor, hessian: Tensor, spec: GridSpec, damping: float = 0.01) -> Quantized:
@@ -27,14 +29,26 @@ def gptq(weight: Tensor, hessian: Tensor, spec: GridSpec, damping: float = 0.01)
 
 def round_columns(weight: Tensor, hessian: Tensor, grid: Grid, damping: float = 0.01) -> Quantized:
     """The GPTQ loop on fixed grids: codes [N, K] that minimise tr((W - Q) H (W - Q)^T) greedily."""
-    k = weight.shape[1]
     order = hessian.diagonal().argsort(descending=True, stable=True)
     factor = inverse_factor(hessian[order][:, order], damping)  # [K, K], upper
-    # Columns become contiguous rows.
-    rest = weight[:, order].T.contiguous()  # [K, N]
     group = order // grid.spec.scheme.group
-    scales = grid.scales.to(weight.dtype).T[group].contiguous()  # [K, N]
-    zeros = grid.zeros.to(weight.dtype).T[group].contiguous()  # [K, N]
+
+    def solve(rows: slice) -> Tensor:
+        # Columns become contiguous rows; a part's rows know nothing of the others'.
+        rest = weight[rows][:, order].T.contiguous()  # [K, n]
+        scales = grid.scales[rows].to(weight.dtype).T[group].contiguous()  # [K, n]
+        zeros = grid.zeros[rows].to(weight.dtype).T[group].contiguous()  # [K, n]
+        return _solve(rest, scales, zeros, factor, grid.spec.top)
+
+    parts = spread(solve, [slice(at, at + ROWS) for at in range(0, weight.shape[0], ROWS)])
+    restored = torch.empty_like(weight.T)
+    restored[order] = torch.cat(parts, dim=1)
+    return Quantized(restored.T.contiguous(), grid)
+
+
+def _solve(rest: Tensor, scales: Tensor, zeros: Tensor, factor: Tensor, top: int) -> Tensor:
+    """Codes [K, n] of columns `rest` [K, n], which is used up; each column has its scales and zeros."""
+    k = rest.shape[0]
     codes = torch.empty_like(rest)
     for start in range(0, k, BLOCK):
         stop = min(start + BLOCK, k)
@@ -43,14 +57,12 @@ def round_columns(weight: Tensor, hessian: Tensor, grid: Grid, damping: float = 
         diagonal = inverse.diagonal().tolist()
         for i in range(stop - start):
             at = start + i
-            code = torch.div(block[i], scales[at]).round_().add_(zeros[at]).clamp_(0, grid.spec.top)
+            code = torch.div(block[i], scales[at]).round_().add_(zeros[at]).clamp_(0, top)
             error = (block[i] - (code - zeros[at]) * scales[at]).div_(diagonal[i])
             block[i + 1 :].addr_(inverse[i, i + 1 :], error, alpha=-1)
             codes[at], errors[i] = code, error
         rest[stop:].addmm_(factor[start:stop, stop:].T, errors, alpha=-1)
-    restored = torch.empty_like(codes)
-    restored[order] = codes
-    return Quantized(restored.T.contiguous(), grid)
+    return codes
 
 
 def inverse_factor(hessian: Tensor, damping: float) -> Tensor:

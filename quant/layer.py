@@ -22,7 +22,7 @@ from turbomill.quant.smooth import fold_into_linear, fold_into_norm, shared_chan
 logger = logging.getLogger("turbomill.quant")
 
 # AWQ leaves the ranges of these alone: their errors meet in q . k, where clipping an outlier costs most.
-NEVER_CLIPPED = ("q_proj", "k_proj")
+NEVER_CLIPPED = ("q_proj", "k_proj", "qkv_proj")
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,7 @@ class LayerWork:
     spec: GridSpec
     head_dim: int
     stored_as: Callable[[str], torch.dtype]  # dtype in the checkpoint of a tensor of this layer
+    norm_offset: float = 0.0  # norms multiply by their weight plus this
     done: dict[str, Quantized] = field(default_factory=dict)
     rows: list[LayerRow] = field(default_factory=list)
 
@@ -138,7 +139,7 @@ def _scale(work: LayerWork, group: ScaleGroup, weight: Tensor, stats: InputStats
 
         return found[share], fold
     stored_as = work.stored_as(f"{group.previous}.weight")
-    divided, applied = fold_into_norm(work.weight(group.previous), found, stored_as)
+    divided, applied = fold_into_norm(work.weight(group.previous), found, stored_as, work.norm_offset)
 
     def fold_norm() -> None:
         previous.weight.data = divided

@@ -142,14 +142,14 @@ def _write_layers(
                 spec,
                 head_dim,
                 stored_as=lambda name, prefix=prefix: checkpoint.dtype_of(prefix + name),
+                norm_offset=arch.norm_offset,
             )
             if calibration is None:
                 quantize_rtn(work, arch.linears)
             else:
                 _calibrated(work, decoder, plan, hidden, method, options)
                 if index + 1 < decoder.num_layers:
-                    for i, batch in enumerate(hidden):
-                        hidden[i] = decoder.run(work.module, index, batch)
+                    decoder.run_all(work.module, index, hidden)
             _write(work, checkpoint, writer, form, prefix, by_layer[prefix])
             rows += work.rows
             task.advance()

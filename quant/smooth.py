@@ -11,16 +11,18 @@ from torch import Tensor
 from turbomill.quant.grid import Grid, Quantized
 
 
-def fold_into_norm(norm: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def fold_into_norm(
+    norm: Tensor, scale: Tensor, dtype: torch.dtype, offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """Divide a norm's weight [H] by `scale` [H]; returns the new weight and the scale that was really
-    applied.
+    applied. The norm multiplies by `norm + offset`.
 
     The new weight is rounded to `dtype`, as it will be stored, and the applied scale is the exact quotient:
     rounding the norm costs no accuracy because the linear absorbs it. A channel that would leave the dtype's
     range keeps 1.
     """
-    divided = (norm / scale).to(dtype).float()
-    applied = norm / divided
+    divided = ((norm + offset) / scale - offset).to(dtype).float()
+    applied = (norm + offset) / (divided + offset)
     usable = torch.isfinite(divided) & torch.isfinite(applied) & (applied > 0)
     return torch.where(usable, divided, norm), torch.where(usable, applied, 1.0)
 

@@ -27,12 +27,12 @@ def check_tensors(checkpoint: Checkpoint) -> None:
             problems.append(f"{name} is {list(checkpoint.shape(name))}, expected {list(shape)}")
 
     arch, config = checkpoint.arch, checkpoint.config
-    vocab, hidden = int(config["vocab_size"]), int(config["hidden_size"])
-    for name in arch.other_weights(config):
-        expect(name, (vocab, hidden) if name in (arch.embedding, arch.head) else (hidden,))
+    for name, shape in arch.other_weights(config).items():
+        expect(name, shape)
     shapes, biases = arch.linear_shapes(config), arch.linear_biases(config)
     for index in range(arch.num_layers(config)):
-        for linear, (k, n) in shapes.items():
+        for linear in arch.linears_of(config, index):
+            k, n = shapes[linear]
             prefix = arch.layer(index) + linear
             form = checkpoint.format_of(prefix)
             for name, shape in form.expected(prefix, k, n).items():

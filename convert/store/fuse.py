@@ -49,6 +49,22 @@ def fuse(name: str, fusion: Fusion, parts: Sequence[Linear]) -> Linear:
     )
 
 
+def reorder(linear: Linear, order: Tensor | None) -> Linear:
+    """The linear with row i taken from row `order[i]`; as it is when there is no order."""
+    if order is None:
+        return linear
+    bias = None if linear.bias is None else linear.bias[order]
+    if isinstance(linear, DenseLinear):
+        return DenseLinear(linear.weight[order], bias)
+    return QuantLinear(
+        codes=linear.codes[:, order],
+        scales=linear.scales[:, order],
+        zeros=linear.zeros[:, order],
+        scheme=linear.scheme,
+        bias=bias,
+    )
+
+
 def _fuse_bias(parts: Sequence[Linear], block: int) -> Tensor | None:
     dtype = next((part.bias.dtype for part in parts if part.bias is not None), None)
     if dtype is None:

@@ -13,7 +13,7 @@ from turbomill.convert.checkpoint import Checkpoint
 from turbomill.convert.linear import DenseLinear, QuantLinear, QuantScheme, storable_scales
 from turbomill.convert.models.base import Fusion
 from turbomill.convert.safetensors_io import DTYPES, TAGS
-from turbomill.convert.store.fuse import fuse
+from turbomill.convert.store.fuse import fuse, reorder
 from turbomill.convert.store.layout import (
     DENSE,
     GROUP,
@@ -49,88 +49,116 @@ class Planned:
 
 @dataclass(frozen=True)
 class Step:
-    """Tensors that are made together, from one read of the source."""
+    """Tensors that are made together, from one read of the source.
+
+    With `experts`, the tensors have a leading dimension of that many, and are made one expert at a time.
+    """
 
     tensors: tuple[Planned, ...]
-    build: Callable[[], list[Tensor]]  # in the order of `tensors`
+    build: Callable[[int], list[Tensor]]  # expert (else 0) -> its part of each of `tensors`, in their order
+    experts: int = 0
 
 
 def plan_store(checkpoint: Checkpoint) -> list[Step]:
     """Every tensor of the store, in forward order. The checkpoint has passed `check_tensors`."""
     arch, config = checkpoint.arch, checkpoint.config
-    steps = [
-        _matrix(checkpoint, "tok_embeddings.weight", arch.embedding),
-        Step(
-            (Planned("rope.inv_freq", VECTOR, "F32", (n := arch.rope_inv_freq(config).numel(),), (n,)),),
-            lambda: [arch.rope_inv_freq(config)],
-        ),
-    ]
+    steps = [_matrix(checkpoint, "tok_embeddings.weight", arch.embedding)]
+    for name, table in {"rope": arch.rope_inv_freq(config), **arch.rope_tables(config)}.items():
+        planned = Planned(f"{name}.inv_freq", VECTOR, "F32", tuple(table.shape), tuple(table.shape))
+        steps.append(Step((planned,), lambda _e, table=table: [table]))
     for index in range(arch.num_layers(config)):
-        for norm, stored in arch.norms.items():
+        for norm, stored in {**arch.norms, **arch.head_norms}.items():
             source = f"{arch.layer(index)}{norm}.weight"
-            steps.append(_vector(checkpoint, f"layers.{index}.{stored}.weight", source))
-        steps += [_linear(checkpoint, index, fusion) for fusion in arch.fusions]
-    steps.append(_vector(checkpoint, "norm.weight", arch.final_norm))
+            steps.append(_norm(checkpoint, f"layers.{index}.{stored}.weight", source))
+        for name, (stored, _) in arch.matrices(config, index).items():
+            source = f"{arch.layer(index)}{name}.weight"
+            steps.append(_matrix(checkpoint, f"layers.{index}.{stored}.weight", source))
+        steps += [_linear(checkpoint, index, fusion) for fusion in arch.fusions_of(config, index)]
+    steps.append(_norm(checkpoint, "norm.weight", arch.final_norm))
     if not checkpoint.tied:
-        steps.append(_matrix(checkpoint, "output.weight", arch.head))
+        steps.append(_matrix(checkpoint, "output.weight", arch.head, arch.head_transform))
     return steps
 
 
-def _vector(checkpoint: Checkpoint, name: str, source: str) -> Step:
-    shape = checkpoint.shape(source)
-    planned = Planned(name, VECTOR, TAGS[checkpoint.dtype_of(source)], shape, shape)
-    return Step((planned,), lambda: [checkpoint.tensor(source)])
+def _norm(checkpoint: Checkpoint, name: str, source: str) -> Step:
+    """As it is, or in fp32 with the offset added: 16 bits would round what the sum has beyond 1."""
+    shape, offset = checkpoint.shape(source), checkpoint.arch.norm_offset
+    tag = "F32" if offset else TAGS[checkpoint.dtype_of(source)]
+
+    def build(_expert: int) -> list[Tensor]:
+        weight = checkpoint.tensor(source)
+        return [weight.float() + offset if offset else weight]
+
+    return Step((Planned(name, VECTOR, tag, shape, shape),), build)
 
 
-def _matrix(checkpoint: Checkpoint, name: str, source: str) -> Step:
+def _matrix(
+    checkpoint: Checkpoint, name: str, source: str, change: Callable[[Tensor], Tensor] | None = None
+) -> Step:
     shape = checkpoint.shape(source)
     planned = Planned(name, DENSE, TAGS[checkpoint.dtype_of(source)], shape, shape)
-    return Step((planned,), lambda: [checkpoint.tensor(source)])
+
+    def build(_expert: int) -> list[Tensor]:
+        tensor = checkpoint.tensor(source)
+        return [tensor if change is None else change(tensor)]
+
+    return Step((planned,), build)
 
 
 def _linear(checkpoint: Checkpoint, index: int, fusion: Fusion) -> Step:
     arch = checkpoint.arch
     name = f"layers.{index}.{fusion.name}"
     sizes = arch.linear_shapes(checkpoint.config)
-    k, n = sizes[fusion.parts[0]][0], sum(sizes[part][1] for part in fusion.parts)
-    prefixes = [arch.layer(index) + part for part in fusion.parts]
-    if fusion.interleave and any(sizes[part][1] % fusion.interleave for part in fusion.parts):
+    experts = arch.num_experts(checkpoint.config) if fusion.of_experts else 0
+    stack = (experts,) if experts else ()
+    first = fusion.names()
+    k, n = sizes[first[0]][0], sum(sizes[part][1] for part in first)
+    if fusion.interleave and any(sizes[part][1] % fusion.interleave for part in first):
         raise UnsupportedModelError(
-            f"{prefixes[0]}: {sizes[fusion.parts[0]][1]} rows are not a multiple of {fusion.interleave}, "
-            "which the fused SiLU needs"
+            f"{arch.layer(index)}{first[0]}: {sizes[first[0]][1]} rows are not a multiple of "
+            f"{fusion.interleave}, which the fused SiLU needs"
         )
-    schemes = {checkpoint.format_of(prefix).scheme_of(prefix, k) for prefix in prefixes}
+    order = fusion.order(checkpoint.config) if fusion.order else None
+
+    def prefixes(expert: int) -> list[str]:
+        return [arch.layer(index) + part for part in fusion.names(expert)]
+
+    everything = [prefix for expert in range(max(experts, 1)) for prefix in prefixes(expert)]
+    schemes = {checkpoint.format_of(prefix).scheme_of(prefix, k) for prefix in everything}
     if len(schemes) != 1:
         found = ", ".join(sorted(map(str, schemes)))
         raise CheckpointError(
             f"{name}: {', '.join(fusion.parts)} are fused, so they need one scheme, but have {found}"
         )
     scheme = schemes.pop()
-    biases = [f"{prefix}.bias" for prefix in prefixes if checkpoint.has(f"{prefix}.bias")]
+    biases = [f"{prefix}.bias" for prefix in everything if checkpoint.has(f"{prefix}.bias")]
+    if biases and experts:
+        raise UnsupportedModelError(f"{biases[0]}: experts with a bias are not supported")
     bias: tuple[Planned, ...] = ()
     if biases:
         bias = (Planned(f"{name}.bias", VECTOR, TAGS[checkpoint.dtype_of(biases[0])], (n,), (n,)),)
 
-    def load() -> DenseLinear | QuantLinear:
-        return fuse(name, fusion, [checkpoint.linear(prefix) for prefix in prefixes])
+    def load(expert: int) -> DenseLinear | QuantLinear:
+        parts = [checkpoint.linear(prefix) for prefix in prefixes(expert)]
+        return reorder(fuse(name, fusion, parts), order)
 
+    logical = (*stack, n, k)
     if scheme is None:
-        tag = TAGS[checkpoint.dtype_of(f"{prefixes[0]}.weight")]
-        weight = Planned(f"{name}.weight", DENSE, tag, (n, k), (n, k))
-        return Step((weight, *bias), lambda: list(_dense_tensors(load())))
+        tag = TAGS[checkpoint.dtype_of(f"{everything[0]}.weight")]
+        weight = Planned(f"{name}.weight", DENSE, tag, logical, logical)
+        return Step((weight, *bias), lambda expert: list(_dense_tensors(load(expert))), experts)
     _check_scheme(name, scheme, k)
     group = stored_group(scheme.group, k)
-    tag = TAGS[_scale_dtype(checkpoint.dtype_of(f"{prefixes[0]}.scales"))]
-    tiles = (padded(n) // TILE, padded(k) // TILE, 4, 32, 16)
-    groups = (padded(n) // TILE, padded(k) // group, TILE)
-    logical = (n, k)
+    tag = TAGS[_scale_dtype(checkpoint.dtype_of(f"{everything[0]}.scales"))]
+    tiles = (*stack, padded(n) // TILE, padded(k) // TILE, 4, 32, 16)
+    groups = (*stack, padded(n) // TILE, padded(k) // group, TILE)
     planned = [
         Planned(f"{name}.qweight", W4, "U8", tiles, logical, group),
         Planned(f"{name}.scales", GROUP, tag, groups, logical, group),
     ]
     if not scheme.symmetric:
         planned.append(Planned(f"{name}.zeros", GROUP, tag, groups, logical, group))
-    return Step((*planned, *bias), lambda: list(_quant_tensors(name, load())))
+    return Step((*planned, *bias), lambda expert: list(_quant_tensors(name, load(expert))), experts)
 
 
 def _scale_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -125,19 +125,27 @@ class Store:
         found = self.tensors[name]
         return view(map_file(found.path), getattr(torch, found.dtype), found.shape, found.offset)
 
-    def linear(self, name: str) -> Linear:
-        """A fused linear, e.g. `layers.0.w_qkv`, back in canonical form; its group is the stored one."""
+    def linear(self, name: str, expert: int | None = None) -> Linear:
+        """A fused linear, e.g. `layers.0.w_qkv`, back in canonical form; its group is the stored one.
+
+        `expert` chooses one of a stacked linear, e.g. `layers.0.experts.w_down`.
+        """
+
+        def tensor(kind: str) -> Tensor:
+            found = self.tensor(f"{name}.{kind}")
+            return found if expert is None else found[expert]
+
         bias = self.tensor(f"{name}.bias") if f"{name}.bias" in self.tensors else None
         if f"{name}.qweight" not in self.tensors:
-            return DenseLinear(self.tensor(f"{name}.weight"), bias)
+            return DenseLinear(tensor("weight"), bias)
         info = self.tensors[f"{name}.qweight"]
-        (n, k), group = info.logical, info.group or 0
-        scales = unpack_groups(self.tensor(f"{name}.scales"), group, k, n)
+        (n, k), group = info.logical[-2:], info.group or 0
+        scales = unpack_groups(tensor("scales"), group, k, n)
         symmetric = f"{name}.zeros" not in self.tensors
         zeros = torch.full(scales.shape, 8, dtype=torch.uint8)
         if not symmetric:
-            zeros = unpack_groups(self.tensor(f"{name}.zeros"), group, k, n).to(torch.uint8)
-        codes = unpack_w4(self.tensor(f"{name}.qweight"), k, n)
+            zeros = unpack_groups(tensor("zeros"), group, k, n).to(torch.uint8)
+        codes = unpack_w4(tensor("qweight"), k, n)
         return QuantLinear(codes, scales, zeros, QuantScheme(4, group, symmetric), bias)
 
     def verify(self) -> Sequence[str]:

@@ -29,15 +29,18 @@ def write_shards(
         with (directory / file).open("wb") as out:
             out.write(header)
             for step in shard:
-                for planned, tensor in zip(step.tensors, step.build(), strict=True):
-                    if TAGS[tensor.dtype] != planned.tag or tuple(tensor.shape) != planned.shape:
-                        raise AssertionError(
-                            f"{planned.name}: built {tensor.dtype} {list(tensor.shape)}, planned "
-                            f"{planned.tag} {list(planned.shape)}"
-                        )
-                    out.seek(entries[planned.name].offset)
-                    out.write(tensor_bytes(tensor))
-                    done(planned.nbytes)
+                for expert in range(max(step.experts, 1)):
+                    for planned, tensor in zip(step.tensors, step.build(expert), strict=True):
+                        shape = planned.shape[1:] if step.experts else planned.shape
+                        if TAGS[tensor.dtype] != planned.tag or tuple(tensor.shape) != shape:
+                            raise AssertionError(
+                                f"{planned.name}: built {tensor.dtype} {list(tensor.shape)}, planned "
+                                f"{planned.tag} {list(shape)}"
+                            )
+                        nbytes = planned.nbytes // max(step.experts, 1)
+                        out.seek(entries[planned.name].offset + expert * nbytes)
+                        out.write(tensor_bytes(tensor))
+                        done(nbytes)
     return infos
 
 

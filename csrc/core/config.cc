@@ -1,5 +1,7 @@
 #include "core/config.h"
 
+#include <algorithm>
+#include <cmath>
 #include <stdexcept>
 
 namespace turbomill {
@@ -9,7 +11,47 @@ void require(bool ok, const std::string& message) {
     if (!ok) throw std::invalid_argument(message);
 }
 
+bool contains(const std::vector<int>& values, int value) {
+    return std::find(values.begin(), values.end(), value) != values.end();
+}
+
+void require_layers(const std::vector<int>& layers, int count, const std::string& name) {
+    for (const int layer : layers)
+        require(layer >= 0 && layer < count, name + " names layer " + std::to_string(layer));
+}
+
 }  // namespace
+
+bool ModelConfig::local_rope(int layer) const {
+    return contains(local_rope_layers, layer);
+}
+
+bool ModelConfig::sparse(int layer) const {
+    return num_experts > 0 && !contains(dense_layers, layer);
+}
+
+float ModelConfig::score_scale() const {
+    return attention_scale > 0.f ? attention_scale : 1.f / std::sqrt(float(head_dim));
+}
+
+std::vector<std::string> ModelConfig::variants() const {
+    const ModelConfig llama;
+    std::vector<std::string> names;
+#define TM_VARIANT(type, name, value) \
+    if (name != llama.name) names.push_back(#name);
+    TM_MODEL_VARIANTS(TM_VARIANT)
+#undef TM_VARIANT
+    return names;
+}
+
+void require_known_variants(const ModelConfig& model, const std::string& backend,
+                            const std::vector<std::string>& known) {
+    std::string unknown;
+    for (const auto& name : model.variants())
+        if (std::find(known.begin(), known.end(), name) == known.end())
+            unknown += (unknown.empty() ? "" : ", ") + name;
+    require(unknown.empty(), "the " + backend + " backend does not support this model's " + unknown);
+}
 
 void ModelConfig::validate() const {
     const auto positive = [](int value, const char* name) {
@@ -27,6 +69,28 @@ void ModelConfig::validate() const {
     require(head_dim % 2 == 0, "head_dim must be even");
     require(intermediate_size % 8 == 0,
             "intermediate_size must be a multiple of 8 (gate and up interleave by 8)");
+    require(rotary_dim >= 0 && rotary_dim % 2 == 0 && rotary_dim <= head_dim,
+            "rotary_dim must be even and at most head_dim");
+    require(rope_original_context >= 0, "rope_original_context must not be negative");
+    require(embedding_scale > 0.f, "embedding_scale must be positive");
+    require(attention_scale >= 0.f && attention_softcap >= 0.f && logit_softcap >= 0.f,
+            "attention_scale, attention_softcap and logit_softcap must not be negative");
+    require(activation == "silu" || activation == "gelu_tanh",
+            "activation is '" + activation + "', expected silu or gelu_tanh");
+    require(layer_windows.empty() || int(layer_windows.size()) == num_layers,
+            "layer_windows has " + std::to_string(layer_windows.size()) + " entries, expected one per layer");
+    for (const int window : layer_windows) require(window >= 0, "layer_windows must not be negative");
+    require_layers(local_rope_layers, num_layers, "local_rope_layers");
+    require_layers(dense_layers, num_layers, "dense_layers");
+    if (num_experts == 0) return;
+    positive(num_experts, "num_experts");
+    positive(expert_intermediate_size, "expert_intermediate_size");
+    require(experts_per_token > 0 && experts_per_token <= num_experts,
+            "experts_per_token must be between 1 and num_experts");
+    require(shared_expert_intermediate_size >= 0 && shared_expert_intermediate_size % 8 == 0 &&
+                expert_intermediate_size % 8 == 0,
+            "expert_intermediate_size and shared_expert_intermediate_size must be multiples of 8");
+    require(activation == "silu", "experts need the activation silu");
 }
 
 void EngineConfig::validate() const {

@@ -4,6 +4,8 @@
 
 #include <cstdint>
 #include <memory>
+#include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "core/config.h"
@@ -38,25 +40,45 @@ class Backend {
     // Waits until everything issued for the step is done; only then are the batch's results there.
     virtual void synchronize() = 0;
 
-    // x [T, H], a residual, = embedding rows of the step's tokens; decode tokens come from the slots' last
-    // samples.
+    // x [T, H], a residual, = embedding rows of the step's tokens, times embedding_scale; decode tokens come
+    // from the slots' last samples.
     virtual void embed(Buffer& x) = 0;
-    // y [T, H] = rms_norm(x) * weight
+    // y [T, H] = rms_norm(x) * weight; x and y may be one buffer
     virtual void rms_norm(Buffer& x, const std::vector<float>& weight, Buffer& y) = 0;
     // x += delta, then y = rms_norm(x) * weight, all [T, H]
     virtual void add_rms_norm(Buffer& delta, Buffer& x, const std::vector<float>& weight, Buffer& y) = 0;
     // y [T, N] = x [T, K] w^T + bias
     virtual void linear(const Linear& w, Buffer& x, Buffer& y) = 0;
-    // Rotates Q and K of qkv [T, (Nq + 2 Nkv) D] in place and writes K and V of `layer` to the paged cache.
+    // Rotates the first D_rot dimensions of each head of Q and K of qkv [T, (Nq + 2 Nkv) D] in place and
+    // writes K and V of `layer` to the paged cache.
     virtual void rope_and_cache(int layer, Buffer& qkv) = 0;
-    // out [T, Nq D] = causal attention of the step's queries over each sequence's cached context
+    // out [T, Nq D] = causal attention of the step's queries over each sequence's cached context, under the
+    // layer's window and attention_softcap
     virtual void attention(int layer, Buffer& qkv, Buffer& out) = 0;
     // out [T, I] = silu(gate) * up; gate_up [T, 2 I] interleaved by 8
     virtual void silu_gate(Buffer& gate_up, Buffer& out) = 0;
 
-    // Final norm of x + delta, logits, sampling. Fills batch.samples and batch.logits.
+    // What only some models need (ModelConfig's variants). A backend overrides what it supports, and refuses
+    // the other variants when it is made: see require_known_variants.
+
+    // Replaces each query head of qkv [T, (Nq + 2 Nkv) D] by rms_norm(head) * q [D], each key head likewise.
+    virtual void qk_norm(const std::vector<float>& /*q*/, const std::vector<float>& /*k*/, Buffer& /*qkv*/) {
+        unsupported("qk_norm");
+    }
+    // out [T, I] = gelu_tanh(gate) * up; gate_up [T, 2 I] interleaved by 8
+    virtual void gelu_gate(Buffer& /*gate_up*/, Buffer& /*out*/) { unsupported("activation gelu_tanh"); }
+    // y [T, H] = sum over each row's top experts of probability * expert(x) (+ the shared expert); x, y
+    // differ
+    virtual void moe(const Moe& /*moe*/, Buffer& /*x*/, Buffer& /*y*/) { unsupported("num_experts"); }
+
+    // Final norm of x + delta, logits (with logit_softcap), sampling. Fills batch.samples and batch.logits.
     virtual void finish(Buffer& delta, Buffer& x, const std::vector<float>& norm, const Linear& head,
                         BatchData& batch) = 0;
+
+  private:
+    [[noreturn]] static void unsupported(const std::string& what) {
+        throw std::runtime_error("this backend does not support " + what);
+    }
 };
 
 }  // namespace turbomill

@@ -3,7 +3,8 @@
 namespace turbomill {
 
 Decoder::Decoder(const ModelConfig& c, const Weights& weights, Backend& backend, int max_tokens)
-    : weights_(weights),
+    : gelu_(c.activation == "gelu_tanh"),
+      weights_(weights),
       backend_(backend),
       residual_(backend.allocate_residual(max_tokens, c.hidden_size)),
       normed_(backend.allocate(max_tokens, c.hidden_size)),
@@ -27,13 +28,20 @@ void Decoder::forward(BatchData& batch) {
             b.add_rms_norm(*delta_, *residual_, layer.attention_norm, *normed_);
         }
         b.linear(layer.qkv, *normed_, *qkv_);
+        if (!layer.q_norm.empty()) b.qk_norm(layer.q_norm, layer.k_norm, *qkv_);
         b.rope_and_cache(i, *qkv_);
         b.attention(i, *qkv_, *attention_);
         b.linear(layer.o, *attention_, *delta_);
+        if (!layer.post_attention_norm.empty()) b.rms_norm(*delta_, layer.post_attention_norm, *delta_);
         b.add_rms_norm(*delta_, *residual_, layer.ffn_norm, *normed_);
-        b.linear(layer.gate_up, *normed_, *gate_up_);
-        b.silu_gate(*gate_up_, *hidden_);
-        b.linear(layer.down, *hidden_, *delta_);
+        if (layer.moe) {
+            b.moe(*layer.moe, *normed_, *delta_);
+        } else {
+            b.linear(layer.gate_up, *normed_, *gate_up_);
+            gelu_ ? b.gelu_gate(*gate_up_, *hidden_) : b.silu_gate(*gate_up_, *hidden_);
+            b.linear(layer.down, *hidden_, *delta_);
+        }
+        if (!layer.post_ffn_norm.empty()) b.rms_norm(*delta_, layer.post_ffn_norm, *delta_);
     }
     b.finish(*delta_, *residual_, weights_.norm, weights_.output, batch);
     b.synchronize();

@@ -1,4 +1,4 @@
-// A pre-norm decoder (Llama's shape), written over the backend interface.
+// A pre-norm decoder (Llama's shape and its relatives), written over the backend interface.
 #pragma once
 
 #include <memory>
@@ -17,6 +17,7 @@ class Decoder {
     void forward(BatchData& batch);
 
   private:
+    const bool gelu_;
     const Weights& weights_;
     Backend& backend_;
     // residual [T, H], normed [T, H], qkv [T, (Nq+2Nkv)D], attention [T, NqD], delta [T, H], gate_up [T, 2I],

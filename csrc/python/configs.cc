@@ -18,6 +18,9 @@ TM_REFLECT(EngineConfig, TM_ENGINE_FIELDS)
 void register_configs(py::module_& m) {
     py::class_<ModelConfig> model(m, "ModelConfig", "Sizes of a decoder.");
     bind_fields<ModelConfig>(model);
+    model.def("variants", &ModelConfig::variants);
+    m.def("require_known_variants", &require_known_variants, py::arg("model"), py::arg("backend"),
+          py::arg("known"), "ValueError naming the variants of `model` that are not among `known`.");
     py::class_<EngineConfig> engine(m, "EngineConfig", "What the engine may use.");
     bind_fields<EngineConfig>(engine);
 

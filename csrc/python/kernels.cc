@@ -97,6 +97,22 @@ Floats silu_gate(const Floats& gate_up, const std::string& isa) {
     return y;
 }
 
+Floats gelu_gate(const Floats& gate_up, const std::string& isa) {
+    const py::ssize_t inter = gate_up.shape(1) / 2;
+    Floats y({gate_up.shape(0), inter});
+    for (py::ssize_t row = 0; row < gate_up.shape(0); ++row)
+        cpu::kernels(isa.c_str())
+            .gelu_gate(gate_up.data() + row * 2 * inter, y.mutable_data() + row * inter, int(inter));
+    return y;
+}
+
+Floats softcap(const Floats& x, float scale, float cap, const std::string& isa) {
+    Floats y({x.size()});
+    std::copy_n(x.data(), x.size(), y.mutable_data());
+    cpu::kernels(isa.c_str()).softcap(y.mutable_data(), x.size(), scale, cap);
+    return y;
+}
+
 // Quantizes rows of one token and head each, and reads them back: (codes, params, values).
 py::tuple kv_roundtrip(const Floats& x, int bits, const std::string& isa) {
     const py::ssize_t rows = x.shape(0), d = x.shape(1);
@@ -116,8 +132,12 @@ py::tuple kv_roundtrip(const Floats& x, int bits, const std::string& isa) {
 // Causal attention of the last rows of qkv [T, (Nq + 2 Nkv) D] over all T keys and values, through a paged
 // cache whose blocks are handed out in reverse. Queries of the first `context` rows are not computed.
 Floats attention(const Floats& qkv, int num_heads, int num_kv_heads, int head_dim, int context, int block_len,
-                 int quant_policy, const std::string& cache_dtype, const std::string& isa, int threads) {
+                 int quant_policy, const std::string& cache_dtype, const std::string& isa, int threads,
+                 int window, float softcap, float scale) {
     ModelConfig model;
+    model.layer_windows = {window};
+    model.attention_softcap = softcap;
+    model.attention_scale = scale;
     model.num_layers = 1;
     model.num_heads = num_heads;
     model.num_kv_heads = num_kv_heads;
@@ -185,7 +205,10 @@ void register_kernels(py::module_& parent) {
     m.def("kv_roundtrip", &kv_roundtrip, py::arg("x"), py::arg("bits"), py::arg("isa") = "");
     m.def("attention", &attention, py::arg("qkv"), py::arg("num_heads"), py::arg("num_kv_heads"),
           py::arg("head_dim"), py::arg("context"), py::arg("block_len") = 64, py::arg("quant_policy") = 0,
-          py::arg("cache_dtype") = "float32", py::arg("isa") = "", py::arg("threads") = 1);
+          py::arg("cache_dtype") = "float32", py::arg("isa") = "", py::arg("threads") = 1,
+          py::arg("window") = 0, py::arg("softcap") = 0.f, py::arg("scale") = 0.f);
+    m.def("gelu_gate", &gelu_gate, py::arg("gate_up"), py::arg("isa") = "");
+    m.def("softcap", &softcap, py::arg("x"), py::arg("scale"), py::arg("cap"), py::arg("isa") = "");
     m.def("sample", &sample, py::arg("logits"), py::arg("temperature"), py::arg("top_k"), py::arg("top_p"),
           py::arg("seed"), py::arg("position"));
 }

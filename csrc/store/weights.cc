@@ -57,32 +57,79 @@ Weights::Weights(const ModelConfig& c, const std::vector<TensorRef>& tensors) {
     if (!embedding.dense) fail("tok_embeddings.weight: must be dense");
     output = c.tie_word_embeddings ? embedding : linear("output", c.vocab_size, c.hidden_size);
     norm = vector("norm.weight", c.hidden_size);
-    rope_inv_freq = vector("rope.inv_freq", c.head_dim / 2);
+    rope_inv_freq = vector("rope.inv_freq", c.rotary() / 2);
+    if (c.rope_original_context) rope_long_inv_freq = vector("rope_long.inv_freq", c.rotary() / 2);
+    if (!c.local_rope_layers.empty()) rope_local_inv_freq = vector("rope_local.inv_freq", c.rotary() / 2);
     layers.reserve(c.num_layers);
-    for (int i = 0; i < c.num_layers; ++i) {
-        const std::string p = "layers." + std::to_string(i) + ".";
-        DecoderLayer layer;
-        layer.attention_norm = vector(p + "attention_norm.weight", c.hidden_size);
-        layer.ffn_norm = vector(p + "ffn_norm.weight", c.hidden_size);
-        layer.qkv = linear(p + "w_qkv", c.qkv_dim(), c.hidden_size);
-        layer.o = linear(p + "w_o", c.hidden_size, c.q_dim());
+    for (int i = 0; i < c.num_layers; ++i) layers.push_back(layer(c, i));
+}
+
+DecoderLayer Weights::layer(const ModelConfig& c, int index) {
+    const std::string p = "layers." + std::to_string(index) + ".";
+    DecoderLayer layer;
+    layer.attention_norm = vector(p + "attention_norm.weight", c.hidden_size);
+    layer.ffn_norm = vector(p + "ffn_norm.weight", c.hidden_size);
+    if (c.qk_norm) {
+        layer.q_norm = vector(p + "q_norm.weight", c.head_dim);
+        layer.k_norm = vector(p + "k_norm.weight", c.head_dim);
+    }
+    if (c.post_norms) {
+        layer.post_attention_norm = vector(p + "post_attention_norm.weight", c.hidden_size);
+        layer.post_ffn_norm = vector(p + "post_ffn_norm.weight", c.hidden_size);
+    }
+    layer.qkv = linear(p + "w_qkv", c.qkv_dim(), c.hidden_size);
+    layer.o = linear(p + "w_o", c.hidden_size, c.q_dim());
+    if (c.sparse(index)) {
+        layer.moe = moe(c, p);
+    } else {
         layer.gate_up = linear(p + "w_gate_up", 2 * c.intermediate_size, c.hidden_size);
         layer.down = linear(p + "w_down", c.hidden_size, c.intermediate_size);
-        layers.push_back(std::move(layer));
     }
+    return layer;
+}
+
+Moe Weights::moe(const ModelConfig& c, const std::string& p) {
+    Moe moe;
+    moe.router = linear(p + "router", c.num_experts, c.hidden_size);
+    moe.gate_up =
+        experts(p + "experts.w_gate_up", c.num_experts, 2 * c.expert_intermediate_size, c.hidden_size);
+    moe.down = experts(p + "experts.w_down", c.num_experts, c.hidden_size, c.expert_intermediate_size);
+    if (const int shared = c.shared_expert_intermediate_size) {
+        moe.shared_gate = linear(p + "shared_gate", 1, c.hidden_size);
+        moe.shared_gate_up = linear(p + "shared.w_gate_up", 2 * shared, c.hidden_size);
+        moe.shared_down = linear(p + "shared.w_down", c.hidden_size, shared);
+    }
+    return moe;
+}
+
+const std::vector<float>& Weights::inv_freq(const ModelConfig& c, int session_len) const {
+    const bool use_long = c.rope_original_context && session_len > c.rope_original_context;
+    return use_long ? rope_long_inv_freq : rope_inv_freq;
 }
 
 void Weights::each_linear(const std::function<void(const Linear&)>& f) const {
-    f(embedding);
-    f(output);
-    for (const auto& layer : layers)
-        for (const Linear* w : {&layer.qkv, &layer.o, &layer.gate_up, &layer.down}) f(*w);
+    const auto visit = [&](const Linear& w) {
+        if (w.n) f(w);
+    };
+    visit(embedding);
+    visit(output);
+    for (const auto& layer : layers) {
+        for (const Linear* w : {&layer.qkv, &layer.o, &layer.gate_up, &layer.down}) visit(*w);
+        if (!layer.moe) continue;
+        const Moe& moe = *layer.moe;
+        for (const Linear* w : {&moe.router, &moe.shared_gate, &moe.shared_gate_up, &moe.shared_down})
+            visit(*w);
+        for (const auto* experts : {&moe.gate_up, &moe.down})
+            for (const Linear& w : *experts) visit(w);
+    }
 }
 
 void Weights::each_vector(const std::function<void(const std::vector<float>&)>& f) const {
     f(norm);
     for (const auto& layer : layers)
-        for (const auto* v : {&layer.attention_norm, &layer.ffn_norm}) f(*v);
+        for (const auto* v : {&layer.attention_norm, &layer.ffn_norm, &layer.q_norm, &layer.k_norm,
+                              &layer.post_attention_norm, &layer.post_ffn_norm})
+            if (!v->empty()) f(*v);
 }
 
 const TensorRef& Weights::find(const std::string& name) const {
@@ -139,41 +186,68 @@ std::vector<float> Weights::vector(const std::string& name, int length) {
 }
 
 Linear Weights::linear(const std::string& prefix, int n, int k) {
-    Linear w;
-    w.n = n;
-    w.k = k;
-    if (tensors_.count(prefix + ".bias")) w.bias = vector(prefix + ".bias", n);
+    return std::move(linears(prefix, 1, false, n, k).front());
+}
+
+std::vector<Linear> Weights::experts(const std::string& prefix, int count, int n, int k) {
+    return linears(prefix, count, true, n, k);
+}
+
+std::vector<Linear> Weights::linears(const std::string& prefix, int count, bool stacked, int n, int k) {
+    const auto shaped = [&](std::vector<int64_t> shape) {
+        if (stacked) shape.insert(shape.begin(), count);
+        return shape;
+    };
+    std::vector<Linear> out(count);
+    // Puts expert e's part of a tensor into the field of its linear.
+    const auto spread = [&](const TensorRef& tensor, auto field) {
+        const uint8_t* data = view(tensor);
+        for (int e = 0; e < count; ++e) out[e].*field = data + tensor.nbytes / count * e;
+    };
+    for (Linear& w : out) {
+        w.n = n;
+        w.k = k;
+    }
+    if (tensors_.count(prefix + ".bias")) {
+        if (stacked) fail(prefix + ".bias: experts have no bias");
+        out[0].bias = vector(prefix + ".bias", n);
+    }
     if (!tensors_.count(prefix + ".qweight")) {
         const TensorRef& tensor = find(prefix + ".weight");
-        require_shape(tensor, "dense.nk", {n, k});
-        w.dtype = tensor.dtype;
-        w.dense = view(tensor);
-        return w;
+        require_shape(tensor, "dense.nk", shaped({n, k}));
+        for (Linear& w : out) w.dtype = tensor.dtype;
+        spread(tensor, &Linear::dense);
+        return out;
     }
-    const int n_tiles = ceil_div(n, kTile);
-    w.k_tiles = ceil_div(k, kTile);
+    const int n_tiles = ceil_div(n, kTile), k_tiles = ceil_div(k, kTile);
     const TensorRef& codes = find(prefix + ".qweight");
-    require_shape(codes, "w4.n64k64", {n_tiles, w.k_tiles, 4, 32, 16});
-    w.codes = view(codes);
+    require_shape(codes, "w4.n64k64", shaped({n_tiles, k_tiles, 4, 32, 16}));
     const TensorRef& scales = find(prefix + ".scales");
-    if (scales.shape.size() != 3) fail(scales.name + ": shape " + shape_text(scales.shape));
-    w.groups = int(scales.shape[1]);
-    require_shape(scales, "group.n64", {n_tiles, w.groups, kTile});
-    if (w.groups < 1 || w.k_tiles * kTile % w.groups)
-        fail(scales.name + ": " + std::to_string(w.groups) + " groups do not divide K");
-    w.group = w.k_tiles * kTile / w.groups;
-    if (w.group % 32 || (w.group != 32 && w.group % kTile))
-        fail(scales.name + ": group " + std::to_string(w.group) + " is not 32 or a multiple of 64");
-    w.dtype = scales.dtype;
-    if (w.dtype != DType::F16 && w.dtype != DType::BF16) fail(scales.name + ": must be float16 or bfloat16");
-    w.scales = view(scales);
+    if (scales.shape.size() != (stacked ? 4 : 3)) fail(scales.name + ": shape " + shape_text(scales.shape));
+    const int groups = int(scales.shape[scales.shape.size() - 2]);
+    require_shape(scales, "group.n64", shaped({n_tiles, groups, kTile}));
+    if (groups < 1 || k_tiles * kTile % groups)
+        fail(scales.name + ": " + std::to_string(groups) + " groups do not divide K");
+    const int group = k_tiles * kTile / groups;
+    if (group % 32 || (group != 32 && group % kTile))
+        fail(scales.name + ": group " + std::to_string(group) + " is not 32 or a multiple of 64");
+    if (scales.dtype != DType::F16 && scales.dtype != DType::BF16)
+        fail(scales.name + ": must be float16 or bfloat16");
+    for (Linear& w : out) {
+        w.dtype = scales.dtype;
+        w.k_tiles = k_tiles;
+        w.groups = groups;
+        w.group = group;
+    }
+    spread(codes, &Linear::codes);
+    spread(scales, &Linear::scales);
     if (tensors_.count(prefix + ".zeros")) {
         const TensorRef& zeros = find(prefix + ".zeros");
-        require_shape(zeros, "group.n64", {n_tiles, w.groups, kTile});
-        if (zeros.dtype != w.dtype) fail(zeros.name + ": dtype differs from the scales'");
-        w.zeros = view(zeros);
+        require_shape(zeros, "group.n64", shaped({n_tiles, groups, kTile}));
+        if (zeros.dtype != scales.dtype) fail(zeros.name + ": dtype differs from the scales'");
+        spread(zeros, &Linear::zeros);
     }
-    return w;
+    return out;
 }
 
 }  // namespace turbomill

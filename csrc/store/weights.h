@@ -3,6 +3,7 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -52,9 +53,21 @@ struct Linear {
     std::vector<float> bias;  // [N] or empty
 };
 
+// A mixture of experts. The experts of one linear lie one after the other, each laid out as a linear of its
+// own: pointers of expert e are those of expert 0 plus e times a constant.
+struct Moe {
+    Linear router;                                    // [E, H]
+    std::vector<Linear> gate_up, down;                // [E] of [2 Ie, H] and [H, Ie]
+    Linear shared_gate, shared_gate_up, shared_down;  // [1, H], [2 Is, H], [H, Is]; empty without one
+};
+
 struct DecoderLayer {
-    std::vector<float> attention_norm, ffn_norm;  // [H]
-    Linear qkv, o, gate_up, down;
+    std::vector<float> attention_norm, ffn_norm;            // [H]
+    std::vector<float> q_norm, k_norm;                      // [D], or empty
+    std::vector<float> post_attention_norm, post_ffn_norm;  // [H], or empty
+    Linear qkv, o;
+    Linear gate_up, down;  // unless there are experts
+    std::optional<Moe> moe;
 };
 
 // All weights of a decoder, resolved from a store's tensors and checked against the configuration.
@@ -64,21 +77,32 @@ class Weights {
     Weights(const ModelConfig& config, const std::vector<TensorRef>& tensors);
     Weights() = default;  // to be filled by hand, in tests of kernels
 
-    Linear embedding;                  // dense [V, H]
-    Linear output;                     // dense or quantized [V, H]; the embedding when tied
-    std::vector<float> norm;           // [H]
-    std::vector<float> rope_inv_freq;  // [D_rot/2]
+    Linear embedding;                        // dense [V, H]
+    Linear output;                           // dense or quantized [V, H]; the embedding when tied
+    std::vector<float> norm;                 // [H]
+    std::vector<float> rope_inv_freq;        // [D_rot/2]
+    std::vector<float> rope_long_inv_freq;   // for sessions beyond rope_original_context, or empty
+    std::vector<float> rope_local_inv_freq;  // of the layers local_rope_layers, or empty
     std::vector<DecoderLayer> layers;
 
     // Everything a backend may have to copy: each linear, each vector but the linears' biases.
     void each_linear(const std::function<void(const Linear&)>& f) const;
     void each_vector(const std::function<void(const std::vector<float>&)>& f) const;
+    // The frequencies of a session of this length. One choice for the whole session: keys that were rotated
+    // with one table cannot be attended to with another.
+    const std::vector<float>& inv_freq(const ModelConfig& config, int session_len) const;
 
   private:
     const TensorRef& find(const std::string& name) const;
     const uint8_t* view(const TensorRef& tensor);
     std::vector<float> vector(const std::string& name, int length);
     Linear linear(const std::string& prefix, int n, int k);
+    // The experts of a linear, stacked along a leading dimension.
+    std::vector<Linear> experts(const std::string& prefix, int count, int n, int k);
+    // `count` linears, with a leading dimension in the stored shapes if `stacked`.
+    std::vector<Linear> linears(const std::string& prefix, int count, bool stacked, int n, int k);
+    DecoderLayer layer(const ModelConfig& config, int index);
+    Moe moe(const ModelConfig& config, const std::string& prefix);
     void require_shape(const TensorRef& tensor, const std::string& layout, std::vector<int64_t> shape) const;
 
     std::unordered_map<std::string, TensorRef> tensors_;

@@ -34,8 +34,31 @@ class ModelConfig:
     norm_eps: float
     rope_attention_factor: float
     tie_word_embeddings: bool
+    # Variants: what sets a model apart from Llama, whose way every default means (csrc/core/config.h)
+    rotary_dim: int
+    rope_original_context: int
+    local_rope_layers: list[int]
+    qk_norm: bool
+    post_norms: bool
+    embedding_scale: float
+    attention_scale: float
+    attention_softcap: float
+    logit_softcap: float
+    activation: str
+    layer_windows: list[int]
+    num_experts: int
+    experts_per_token: int
+    expert_intermediate_size: int
+    shared_expert_intermediate_size: int
+    norm_topk_prob: bool
+    dense_layers: list[int]
     def __init__(self, **fields: Any) -> None: ...
     def to_dict(self) -> dict[str, Any]: ...
+    def variants(self) -> list[str]:
+        """Names of the variants that are not at Llama's value."""
+
+def require_known_variants(model: ModelConfig, backend: str, known: list[str]) -> None:
+    """ValueError naming the variants of `model` that are not among `known`."""
 
 class EngineConfig:
     """What the engine may use. Keyword arguments name the fields."""

@@ -37,3 +37,28 @@ def test_version_1():
     assert found == V1_SUMS
     quantized = {f"layers.0.{name}.{part}" for name in linears for part in ("qweight", "scales", "zeros")}
     assert set(store.tensors) == set(V1_SUMS) - set(linears) | quantized
+
+
+EXPERT_SUMS = {
+    ("experts.w_gate_up", 0): "4643f6574f553299d61f44e67e91c614a0b39ee60a27f1f282199a586046fd59",
+    ("experts.w_gate_up", 1): "3e058941a75fcde559fbb12aa17ed8c06f9c4c8aa422a822460a2297a5d12ec3",
+    ("experts.w_gate_up", 2): "9c032c11a10a20ae24330ed877a69a4ac5788cc9f3ec2a8c58ef555c269646d6",
+    ("experts.w_gate_up", 3): "1aa597ba7941be8a99e09d9a5492a18f2d525046b6abdbeafec389e1cbf9066b",
+    ("experts.w_down", 0): "bb81f0a1a42f048c6b402745bd9ad095b4f0f43700459770c0b77d6fe1785855",
+    ("experts.w_down", 1): "22713def3ffcaedc358e40aed244eb37f05afd97eaa18a92b54ccea45228ea42",
+    ("experts.w_down", 2): "711536b04ca1d9319f4344e49e31d7f6c7553e66c5f866674349461b32bd6061",
+    ("experts.w_down", 3): "1a368928422826e1c7e5de6b071b281684e0854e63ba0e68490c29951511b4bf",
+    ("shared.w_gate_up", None): "0150d54db86a084a46fdff05785475af8a0da665689590d85a8d2c89bc1a0339",
+    ("shared.w_down", None): "5c1dba23eb4cc12ad9cf82929f958854f61dad0ee365b04edd48a8f1dc69cfb2",
+}
+
+
+def test_version_1_with_experts():
+    store = open_store(V1.with_name("v1-experts"))
+    assert store.manifest["format_version"] == 1 and store.verify() == []
+    assert (store.model["num_experts"], store.model["experts_per_token"]) == (4, 2)
+    assert store.tensors["layers.0.experts.w_down.qweight"].shape == (4, 1, 1, 4, 32, 16)
+    found = {
+        key: fp32_sum(store.linear(f"layers.0.{key[0]}", expert=key[1]).dequantize()) for key in EXPERT_SUMS
+    }
+    assert found == EXPERT_SUMS

@@ -55,10 +55,12 @@ void Attention::tile(int layer, const Slice& slice, const Tile& t, int head, con
     std::fill_n(s.max.data(), rows, -std::numeric_limits<float>::infinity());
     std::fill_n(s.sum.data(), rows, 0.f);
 
-    const float scale = 1.f / std::sqrt(float(d));
+    const float scale = model_.score_scale(), cap = model_.attention_softcap;
     const int first_position = slice.context + t.begin;
     const int end = first_position + t.count;  // keys that the last query sees
-    for (int begin = 0; begin < end; begin += block_len) {
+    const int window = model_.window(layer) ? model_.window(layer) : end;
+    const int start = std::max(0, first_position + 1 - window);  // keys before it no query sees
+    for (int begin = start / block_len * block_len; begin < end; begin += block_len) {
         const int count = std::min(block_len, end - begin), block = slice.blocks[begin / block_len];
         const float* keys = load(layer, block, 0, head, count, s.keys);
         if (rows <= kMaxRows) {
@@ -71,10 +73,16 @@ void Attention::tile(int layer, const Slice& slice, const Tile& t, int head, con
         for (int r = 0; r < rows; ++r) {
             float* scores = s.scores.data() + int64_t(r) * block_len;
             float* acc = s.acc.data() + int64_t(r) * d;
-            const int seen = std::clamp(first_position + r / group + 1 - begin, 0, count);
-            if (seen > 0) k_.softmax_step(scores, seen, scale, &s.max[r], &s.sum[r], acc, d);
-            std::fill(scores + seen, scores + count, 0.f);
-            if (rows <= kMaxRows) k_.weighted_sum(scores, values, seen, d, acc);
+            // The query sees the keys [first, last) of this block.
+            const int beyond = first_position + r / group + 1 - begin;
+            const int last = std::clamp(beyond, 0, count), first = std::clamp(beyond - window, 0, last);
+            const int seen = last - first;
+            if (cap > 0.f) k_.softcap(scores + first, seen, scale, cap);
+            if (seen > 0)
+                k_.softmax_step(scores + first, seen, cap > 0.f ? 1.f : scale, &s.max[r], &s.sum[r], acc, d);
+            std::fill(scores, scores + first, 0.f);
+            std::fill(scores + last, scores + count, 0.f);
+            if (rows <= kMaxRows) k_.weighted_sum(scores + first, values + int64_t(first) * d, seen, d, acc);
         }
         if (rows > kMaxRows)
             gemm_nn_add(rows, d, count, s.scores.data(), block_len, values, d, s.acc.data(), d);

@@ -21,8 +21,20 @@ float* floats(Buffer& buffer) {
 
 }  // namespace
 
+CpuBackend::RopeTable::RopeTable(const std::vector<float>& inv_freq, int positions, float factor)
+    : half(int(inv_freq.size())), cos(size_t(half) * positions), sin(size_t(half) * positions) {
+    for (int position = 0; position < positions; ++position) {
+        for (int i = 0; i < half; ++i) {
+            // fp32 products, as the models were trained and as transformers computes them
+            const float angle = float(position) * inv_freq[i];
+            cos[size_t(position) * half + i] = std::cos(angle) * factor;
+            sin[size_t(position) * half + i] = std::sin(angle) * factor;
+        }
+    }
+}
+
 CpuBackend::CpuBackend(const ModelConfig& model, const EngineConfig& config,
-                       const std::vector<float>& inv_freq)
+                       const std::vector<float>& inv_freq, const std::vector<float>& local_inv_freq)
     : model_(model),
       config_(config),
       k_(kernels()),
@@ -30,21 +42,12 @@ CpuBackend::CpuBackend(const ModelConfig& model, const EngineConfig& config,
       cache_(model, config),
       linear_(k_, pool_),
       attention_(model, k_, cache_, pool_),
+      moe_(model, k_, linear_, pool_),
       samplers_(pool_.size()),
+      rope_(inv_freq, config.session_len, model.rope_attention_factor),
+      local_rope_(local_inv_freq, config.session_len, 1.f),
       // A sequence that just finished may still be in flight while its successor starts: twice the batch.
-      last_token_(2 * config.max_batch_size, 0) {
-    const size_t half = inv_freq.size();
-    cos_.resize(half * config.session_len);
-    sin_.resize(half * config.session_len);
-    for (int position = 0; position < config.session_len; ++position) {
-        for (size_t i = 0; i < half; ++i) {
-            // fp32 products, as the models were trained and as transformers computes them
-            const float angle = float(position) * inv_freq[i];
-            cos_[position * half + i] = std::cos(angle) * model.rope_attention_factor;
-            sin_[position * half + i] = std::sin(angle) * model.rope_attention_factor;
-        }
-    }
-}
+      last_token_(2 * config.max_batch_size, 0) {}
 
 std::unique_ptr<Buffer> CpuBackend::allocate(int rows, int columns) {
     return std::make_unique<HostBuffer>(size_t(rows) * columns);
@@ -80,8 +83,12 @@ void CpuBackend::embed(Buffer& x) {
     const int h = model_.hidden_size;
     const auto* table = static_cast<const uint8_t*>(embedding_->dense);
     const size_t row_bytes = size_t(h) * dtype_bytes(embedding_->dtype);
+    const float scale = model_.embedding_scale;
     for_rows(tokens_, [&](int t) {
-        k_.to_float(embedding_->dtype, table + token_ids_[t] * row_bytes, floats(x) + int64_t(t) * h, h);
+        float* row = floats(x) + int64_t(t) * h;
+        k_.to_float(embedding_->dtype, table + token_ids_[t] * row_bytes, row, h);
+        if (scale != 1.f)
+            for (int i = 0; i < h; ++i) row[i] *= scale;
     });
 }
 
@@ -107,15 +114,16 @@ void CpuBackend::linear(const Linear& w, Buffer& x, Buffer& y) {
 }
 
 void CpuBackend::rope_and_cache(int layer, Buffer& qkv) {
-    const int d = model_.head_dim, half = int(cos_.size() / config_.session_len);
+    const int d = model_.head_dim;
+    const RopeTable& table = model_.local_rope(layer) ? local_rope_ : rope_;
     const CacheLayout& layout = cache_.layout;
     for_rows(tokens_, [&](int t) {
         float* row = floats(qkv) + int64_t(t) * model_.qkv_dim();
         const int position = positions_[t];
-        const float* cos = cos_.data() + int64_t(position) * half;
-        const float* sin = sin_.data() + int64_t(position) * half;
+        const float* cos = table.cos.data() + int64_t(position) * table.half;
+        const float* sin = table.sin.data() + int64_t(position) * table.half;
         for (int head = 0; head < model_.num_heads + model_.num_kv_heads; ++head)
-            k_.rope(row + head * d, cos, sin, half);
+            k_.rope(row + head * d, cos, sin, table.half);
         const int block = batch_->slices[row_slice_[t]].blocks[position / layout.block_len];
         const int place = position % layout.block_len;
         for (int value = 0; value < 2; ++value) {
@@ -144,6 +152,26 @@ void CpuBackend::silu_gate(Buffer& gate_up, Buffer& out) {
     });
 }
 
+void CpuBackend::qk_norm(const std::vector<float>& q, const std::vector<float>& k, Buffer& qkv) {
+    const int d = model_.head_dim;
+    for_rows(tokens_, [&](int t) {
+        float* row = floats(qkv) + int64_t(t) * model_.qkv_dim();
+        for (int head = 0; head < model_.num_heads + model_.num_kv_heads; ++head, row += d)
+            k_.rms_norm(row, (head < model_.num_heads ? q : k).data(), row, d, model_.norm_eps);
+    });
+}
+
+void CpuBackend::gelu_gate(Buffer& gate_up, Buffer& out) {
+    const int64_t inter = model_.intermediate_size;
+    for_rows(tokens_, [&](int t) {
+        k_.gelu_gate(floats(gate_up) + t * 2 * inter, floats(out) + t * inter, int(inter));
+    });
+}
+
+void CpuBackend::moe(const Moe& moe, Buffer& x, Buffer& y) {
+    moe_(moe, floats(x), tokens_, floats(y));
+}
+
 void CpuBackend::finish(Buffer& delta, Buffer& x, const std::vector<float>& norm, const Linear& head,
                         BatchData& batch) {
     const int64_t h = model_.hidden_size, vocab = model_.vocab_size;
@@ -155,6 +183,11 @@ void CpuBackend::finish(Buffer& delta, Buffer& x, const std::vector<float>& norm
         k_.add(floats(delta) + row * h, floats(x) + row * h, h);
         k_.rms_norm(floats(x) + row * h, norm.data(), out, int(h), model_.norm_eps);
     };
+    const auto project = [&](const float* rows, int count, float* out) {
+        linear_(head, rows, count, out);
+        if (model_.logit_softcap > 0.f)
+            for_rows(count, [&](int r) { k_.softcap(out + r * vocab, vocab, 1.f, model_.logit_softcap); });
+    };
     std::vector<const float*> last(slices, nullptr);  // the logits row each sample is drawn from
 
     std::vector<int> sampled;  // slices that need their last row only
@@ -163,7 +196,7 @@ void CpuBackend::finish(Buffer& delta, Buffer& x, const std::vector<float>& norm
         if (slice.return_logits) {
             for_rows(slice.length, [&](int t) { normalise(first_[i] + t, normed_.data() + t * h); });
             batch.logits[i].resize(size_t(slice.length) * vocab);
-            linear_(head, normed_.data(), slice.length, batch.logits[i].data());
+            project(normed_.data(), slice.length, batch.logits[i].data());
             last[i] = batch.logits[i].data() + (slice.length - 1) * vocab;
         } else if (slice.sample) {
             sampled.push_back(i);
@@ -176,7 +209,7 @@ void CpuBackend::finish(Buffer& delta, Buffer& x, const std::vector<float>& norm
             const int i = sampled[r];
             normalise(first_[i] + batch.slices[i].length - 1, normed_.data() + r * h);
         });
-        linear_(head, normed_.data(), rows, logits_.data());
+        project(normed_.data(), rows, logits_.data());
         for (int r = 0; r < rows; ++r) last[sampled[r]] = logits_.data() + r * vocab;
     }
     pool_.run(slices, [&](int i, int worker) {

@@ -9,6 +9,7 @@
 #include "kernels/cpu/kernels.h"
 #include "kernels/cpu/kv_cache.h"
 #include "kernels/cpu/linear.h"
+#include "kernels/cpu/moe.h"
 #include "kernels/sampling.h"
 
 namespace turbomill::cpu {
@@ -16,8 +17,9 @@ namespace turbomill::cpu {
 // fp32 activations, weights and cache in their stored types. All calls come from the executor thread.
 class CpuBackend : public Backend {
   public:
-    // `inv_freq` [D/2]: rotary frequencies.
-    CpuBackend(const ModelConfig& model, const EngineConfig& config, const std::vector<float>& inv_freq);
+    // `inv_freq` [D_rot/2]: rotary frequencies; `local_inv_freq` likewise, for the layers local_rope_layers.
+    CpuBackend(const ModelConfig& model, const EngineConfig& config, const std::vector<float>& inv_freq,
+               const std::vector<float>& local_inv_freq);
 
     std::unique_ptr<Buffer> allocate(int rows, int columns) override;
     void set_embedding(const Linear& table) override { embedding_ = &table; }
@@ -30,10 +32,20 @@ class CpuBackend : public Backend {
     void rope_and_cache(int layer, Buffer& qkv) override;
     void attention(int layer, Buffer& qkv, Buffer& out) override;
     void silu_gate(Buffer& gate_up, Buffer& out) override;
+    void qk_norm(const std::vector<float>& q, const std::vector<float>& k, Buffer& qkv) override;
+    void gelu_gate(Buffer& gate_up, Buffer& out) override;
+    void moe(const Moe& moe, Buffer& x, Buffer& y) override;
     void finish(Buffer& delta, Buffer& x, const std::vector<float>& norm, const Linear& head,
                 BatchData& batch) override;
 
   private:
+    // Cosines and sines of every position.
+    struct RopeTable {
+        RopeTable(const std::vector<float>& inv_freq, int positions, float factor);
+        int half;                     // D_rot/2
+        std::vector<float> cos, sin;  // [session_len, D_rot/2]
+    };
+
     // fn(row) for the rows of a step, a few at a time
     template <class F>
     void for_rows(int rows, F&& fn);
@@ -45,10 +57,11 @@ class CpuBackend : public Backend {
     KvCache cache_;
     LinearRunner linear_;
     Attention attention_;
+    MoeRunner moe_;
     const Linear* embedding_ = nullptr;
     std::vector<Sampler> samplers_;  // per worker
-    std::vector<float> cos_, sin_;   // [session_len, D/2]
-    std::vector<int> last_token_;    // per slot
+    RopeTable rope_, local_rope_;
+    std::vector<int> last_token_;  // per slot
 
     // The current step.
     const BatchData* batch_ = nullptr;

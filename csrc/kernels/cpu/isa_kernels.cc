@@ -94,14 +94,36 @@ void rope(float* x, const float* cos, const float* sin, int half) {
     }
 }
 
-void silu_gate(const float* gate_up, float* out, int inter) {
+// out = g * sigmoid(z(g)) * up, with z of the activation
+template <class Z>
+inline void sigmoid_gate(const float* gate_up, float* out, int inter, Z z) {
     for (int i = 0; i < inter; i += 8) {
         float gate[16] = {}, result[16];
         std::memcpy(gate, gate_up + 2 * i, 32);
         const vf g = load(gate);
-        store(result, g / (exp(-g) + 1.f));
+        store(result, g / (exp(-z(g)) + 1.f));
         for (int j = 0; j < 8; ++j) out[i + j] = result[j] * gate_up[2 * i + 8 + j];
     }
+}
+
+void silu_gate(const float* gate_up, float* out, int inter) {
+    sigmoid_gate(gate_up, out, inter, [](vf g) { return g; });
+}
+
+// 0.5 (1 + tanh(u)) = sigmoid(2 u)
+void gelu_gate(const float* gate_up, float* out, int inter) {
+    sigmoid_gate(gate_up, out, inter, [](vf g) { return 1.5957691216057308f * (g + 0.044715f * g * g * g); });
+}
+
+// tanh(u) = 1 - 2 / (exp(2 u) + 1)
+void softcap(float* x, int64_t n, float scale, float cap) {
+    const float twice = 2.f * scale / cap;
+    int64_t i = 0;
+    for (; i + kLanes <= n; i += kLanes) {
+        const vf e = exp(load(x + i) * twice);
+        store(x + i, cap - 2.f * cap / (e + 1.f));
+    }
+    for (; i < n; ++i) x[i] = cap * std::tanh(x[i] * scale / cap);
 }
 
 template <int Rows, DType Type>
@@ -406,9 +428,9 @@ void weighted_sum(const float* p, const float* v, int count, int d, float* out) 
 namespace turbomill::cpu {
 
 extern const Kernels TM_CONCAT(kernels_, TM_ISA) = {
-    TM_STRING(TM_ISA), to_float,     from_float,   rms_norm,  add,        rope,
-    silu_gate,         linear_dense, permute_w4,   linear_w4, dequant_w4, kv_quantize,
-    kv_dequantize,     softmax_step, weighted_sum,
+    TM_STRING(TM_ISA), to_float,    from_float,    rms_norm,     add,          rope,
+    silu_gate,         gelu_gate,   softcap,       linear_dense, permute_w4,   linear_w4,
+    dequant_w4,        kv_quantize, kv_dequantize, softmax_step, weighted_sum,
 };
 
 }  // namespace turbomill::cpu

@@ -35,6 +35,10 @@ struct Kernels {
     void (*rope)(float* x, const float* cos, const float* sin, int half);
     // out[i] = silu(gate[i]) * up[i]; gate_up [2 * inter] interleaves blocks of 8
     void (*silu_gate)(const float* gate_up, float* out, int inter);
+    // likewise with gelu's tanh approximation
+    void (*gelu_gate)(const float* gate_up, float* out, int inter);
+    // x[i] = cap * tanh(x[i] * scale / cap)
+    void (*softcap)(float* x, int64_t n, float scale, float cap);
 
     // y[m * ldy + n] = sum_k x[m * ldx + k] * w[n * k_dim + k] for n in [n0, n1), m < rows <= kMaxRows
     void (*linear_dense)(DType dtype, const void* w, const float* x, int64_t ldx, float* y, int64_t ldy,

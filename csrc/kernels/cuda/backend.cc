@@ -46,6 +46,7 @@ DeviceMemory upload(const std::vector<T>& values, const std::string& what, cudaS
 }
 
 const ModelConfig& supported(const ModelConfig& model) {
+    require_known_variants(model, "cuda", {"rotary_dim", "rope_original_context"});
     if (model.head_dim > kMaxHeadDim || model.head_dim % 8)
         throw std::invalid_argument("head_dim is " + std::to_string(model.head_dim) +
                                     ", the cuda backend needs a multiple of 8 up to 256");

@@ -12,7 +12,16 @@ HEADS = [(4, 4, 64), (9, 3, 64), (8, 1, 128), (4, 2, 80), (3, 3, 96)]
 SPANS = [(1, 0), (15, 0), (65, 0), (130, 0), (64, 63), (65, 64), (129, 100), (200, 199)]
 
 
-def reference(qkv: np.ndarray, nq: int, nkv: int, d: int, context: int) -> np.ndarray:
+def reference(
+    qkv: np.ndarray,
+    nq: int,
+    nkv: int,
+    d: int,
+    context: int,
+    window: int = 0,
+    softcap: float = 0.0,
+    scale=None,
+) -> np.ndarray:
     """Causal attention of the rows after `context`, in fp64, one head and query at a time."""
     t = len(qkv)
     wide = qkv.astype(np.float64)
@@ -22,9 +31,12 @@ def reference(qkv: np.ndarray, nq: int, nkv: int, d: int, context: int) -> np.nd
     out = np.zeros((t - context, nq, d))
     for row in range(context, t):
         for head in range(nq):
-            scores = k[: row + 1, head // (nq // nkv)] @ q[row, head] / np.sqrt(d)
+            seen = slice(max(0, row + 1 - window) if window else 0, row + 1)
+            scores = k[seen, head // (nq // nkv)] @ q[row, head] * (scale or d**-0.5)
+            if softcap:
+                scores = softcap * np.tanh(scores / softcap)
             p = np.exp(scores - scores.max())
-            out[row - context, head] = (p / p.sum()) @ v[: row + 1, head // (nq // nkv)]
+            out[row - context, head] = (p / p.sum()) @ v[seen, head // (nq // nkv)]
     return out.reshape(t - context, nq * d)
 
 
@@ -71,3 +83,20 @@ def test_quantized_cache_is_attention_over_what_it_stored(bits: int, isa: str) -
     out = kernels.attention(qkv, nq, nkv, d, 65, quant_policy=bits, isa=isa)
     expected = reference(np.concatenate([qkv[:, : nq * d], stored], 1), nq, nkv, d, 65)
     tolerance.assert_close(out, expected, "float32")
+
+
+@pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 63, 64, 65, 500])
+def test_window(window: int, isa: str) -> None:
+    for nq, nkv, d in ((4, 4, 64), (8, 1, 80)):  # through the small-batch kernels and through BLAS
+        for tokens, context in SPANS:
+            qkv = case(tokens, nq, nkv, d)
+            out = kernels.attention(qkv, nq, nkv, d, context, block_len=16, isa=isa, window=window)
+            tolerance.assert_close(out, reference(qkv, nq, nkv, d, context, window), "float32")
+
+
+@pytest.mark.parametrize("softcap", [0.5, 50.0])
+def test_softcap_and_scale(softcap: float, isa: str) -> None:
+    qkv = case(130, 9, 3, 64)
+    for context in (0, 129):
+        out = kernels.attention(qkv, 9, 3, 64, context, isa=isa, window=70, softcap=softcap, scale=0.3)
+        tolerance.assert_close(out, reference(qkv, 9, 3, 64, context, 70, softcap, 0.3), "float32")

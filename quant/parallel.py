@@ -1,0 +1,48 @@
+"""Independent pieces of work on all cores, each on one thread.
+
+Splitting work into pieces scales better than letting every small tensor operation split itself: there is no
+barrier after each operation, which on a shared machine waits for whichever thread the system has put aside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from threading import Barrier
+from typing import TypeVar
+
+import torch
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def workers() -> int:
+    """How many pieces run at a time: the threads torch may use."""
+    return torch.get_num_threads()
+
+
+def _one_thread() -> None:
+    torch.get_num_threads()  # a thread's first look copies the process's setting: look before setting its own
+    torch.set_num_threads(1)
+
+
+@cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    pool = ThreadPoolExecutor(threads, "turbomill-quant", initializer=_one_thread)
+    # Setting one thread's number also changes what later threads copy: start all of them, then restore it.
+    together = Barrier(threads)
+    for started in [pool.submit(together.wait) for _ in range(threads)]:
+        started.result()
+    torch.set_num_threads(threads)
+    return pool
+
+
+def spread(function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+    """function(item) for each item, in order, without gradients. The first exception is raised."""
+    pieces = list(items)
+    if len(pieces) < 2 or workers() < 2:
+        with torch.no_grad():
+            return [function(piece) for piece in pieces]
+    return list(_pool(workers()).map(torch.no_grad()(function), pieces))
