@@ -81,7 +81,8 @@ void Scheduler::plan_admissions() {
     int live = int(std::count_if(running_.begin(), running_.end(), [](Sequence* s) { return !s->finished; }));
     while (!waiting_.empty() && prefill_budget_ > 0 && live < config_.max_batch_size) {
         Sequence& sequence = *waiting_.front();
-        if (blocks_needed(sequence, sequence.length() + 1) > free_ - live) break;
+        // Room for the whole prompt, and for the first token it will give.
+        if (blocks_needed(sequence, sequence.length() + sequence.wants_sample()) > free_ - live) break;
         const int length = std::min(sequence.runnable(), prefill_budget_);
         const int needed = blocks_needed(sequence, length);
         prefill_budget_ -= length;

@@ -81,6 +81,7 @@ def test_a_request_larger_than_the_cache_is_refused(store: Any) -> None:
         with pytest.raises(ValueError, match="needs 3 KV blocks, the cache has 2"):
             engine.submit(prompt(100), 50)
         assert len(engine.generate(prompt(100), 28)) == 28
+        assert len(engine.logits(prompt(128))) == 128  # fills the cache to the last token
 
 
 def test_wrong_configuration(store: Any) -> None:
