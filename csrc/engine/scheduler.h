@@ -27,7 +27,6 @@ class Scheduler {
     // Drops finished sequences that no step reads any more.
     void retire();
 
-    bool idle() const { return sequences_.empty(); }
     int waiting() const { return waiting_live_; }
     int running() const { return int(running_.size()); }
     int64_t preemptions() const { return preemptions_; }
