@@ -89,6 +89,10 @@ class AwqFormat(WeightFormat):
         """Nothing."""
         return ()
 
+    def values(self, prefix: str) -> str:
+        """scales."""
+        return f"{prefix}.scales"
+
     def unpack(self, source: TensorSource, prefix: str) -> QuantLinear:
         """One linear in canonical form; symmetric zeros are checked."""
         codes = unpack_words(source.tensor(f"{prefix}.qweight"))

@@ -46,6 +46,10 @@ class WeightFormat(ABC):
         """Names that may also be there."""
 
     @abstractmethod
+    def values(self, prefix: str) -> str:
+        """The tensor whose dtype the linear's weights have: a dense weight, or the scales."""
+
+    @abstractmethod
     def unpack(self, source: TensorSource, prefix: str) -> Linear:
         """Read one linear into its canonical form. Raises CheckpointError naming the tensor."""
 

@@ -87,6 +87,10 @@ class GptqFormat(WeightFormat):
         """g_idx, which says k // group where rows were not reordered."""
         return (f"{prefix}.g_idx",)
 
+    def values(self, prefix: str) -> str:
+        """scales."""
+        return f"{prefix}.scales"
+
     def unpack(self, source: TensorSource, prefix: str) -> QuantLinear:
         """One linear in canonical form. Rows reordered by desc_act are an UnsupportedModelError."""
         words, scales = source.tensor(f"{prefix}.qweight"), source.tensor(f"{prefix}.scales")
