@@ -53,6 +53,11 @@ SCHEME = options(
     click.option("--w-group-size", default=128, show_default=True, help="Input channels that share a scale."),
     click.option("--w-sym", "--sym", is_flag=True, help="Symmetric grids, without zeros."),
     click.option(
+        "--format",
+        type=click.Choice(["awq", "gptq", "gptq_v2", "compressed-tensors"]),
+        help="Format of the checkpoint; by default awq for auto_awq, gptq for the others.",
+    ),
+    click.option(
         "--max-shard-size", default=5.0, show_default=True, help="Largest weight file, in GB of 10^9 bytes."
     ),
 )
@@ -82,7 +87,7 @@ def calibrate(model: str, work_dir: Path, as_json: bool, **given: Any) -> None:
 @OUTPUT
 @SCHEME
 def rtn(model: str, work_dir: Path, as_json: bool, **given: Any) -> None:
-    """Round to nearest; writes a GPTQ checkpoint. Needs no calibration."""
+    """Round to nearest. Needs no calibration."""
     _quantize(model, work_dir, "rtn", as_json, given)
 
 
@@ -97,7 +102,7 @@ def rtn(model: str, work_dir: Path, as_json: bool, **given: Any) -> None:
     help="Search how far to scale salient channels (Lin et al. 2023), or take the ratio 0.5.",
 )
 def auto_awq(model: str, work_dir: Path, as_json: bool, **given: Any) -> None:
-    """Activation-aware scaling and clipping; writes an AWQ "gemm" checkpoint."""
+    """Activation-aware scaling and clipping (Lin et al. 2023)."""
     _quantize(model, work_dir, "awq", as_json, given)
 
 
@@ -109,7 +114,7 @@ def auto_awq(model: str, work_dir: Path, as_json: bool, **given: Any) -> None:
     "--damping", default=0.01, show_default=True, help="Share of the Hessian's mean diagonal added to it."
 )
 def auto_gptq(model: str, work_dir: Path, as_json: bool, **given: Any) -> None:
-    """Second-order rounding (Frantar et al. 2022); writes a GPTQ checkpoint."""
+    """Second-order rounding (Frantar et al. 2022)."""
     _quantize(model, work_dir, "gptq", as_json, given)
 
 
@@ -125,6 +130,7 @@ def _quantize(model: str, work_dir: Path, method: Method, as_json: bool, given: 
         group=given.pop("w_group_size"),
         symmetric=given.pop("w_sym"),
         max_shard_bytes=int(given.pop("max_shard_size") * 1e9),
+        format=given.pop("format") or "",
         **given,
     )
     result = quantize(model, work_dir, method, options)

@@ -18,14 +18,13 @@ from torch import Tensor
 from turbomill import console
 from turbomill.calib_data import Windows, load_windows
 from turbomill.convert.checkpoint import Checkpoint, open_checkpoint
-from turbomill.convert.formats.awq import AwqFormat
 from turbomill.convert.formats.base import WeightFormat
-from turbomill.convert.formats.gptq import GptqFormat
 from turbomill.convert.reference import load_dense_model
 from turbomill.convert.writer import CheckpointWriter, write_json
 from turbomill.errors import UsageError
 from turbomill.quant.checks import MARKER, check_finite, check_run
 from turbomill.quant.decoder import StreamedDecoder
+from turbomill.quant.export import export_format, format_name, smallest_zero
 from turbomill.quant.grid import GridSpec
 from turbomill.quant.inputs import InputStats
 from turbomill.quant.layer import LayerWork, Stage, quantize_awq, quantize_gptq, quantize_rtn, stages
@@ -41,10 +40,10 @@ def quantize(
 ) -> QuantResult:
     """Quantize MODEL's decoder linears and write an HF checkpoint into `work_dir`, whole or not at all.
 
-    `rtn` and `gptq` write the GPTQ format (v1), `awq` the AWQ gemm format; embeddings, norms and head stay as
-    they are, apart from the norms AWQ folds its scales into. Beside the weights lie quantize_config.json,
-    quant_log.csv (a row per linear) and turbomill.json (provenance). Raises TurbomillError, in one line,
-    before work begins.
+    The format is `options.format`, or else GPTQ v1 for `rtn` and `gptq`, AWQ gemm for `awq`; embeddings,
+    norms and head stay as they are, apart from the norms AWQ folds its scales into. Beside the weights lie
+    quant_log.csv (a row per linear), turbomill.json (provenance) and, where the format has one,
+    quantize_config.json. Raises TurbomillError, in one line, before work begins.
     """
     start = time.monotonic()
     options = options or QuantOptions()
@@ -55,12 +54,14 @@ def quantize(
     check_run(checkpoint, work_dir, method, options)
     check_finite(checkpoint)
     calibration = None if method == "rtn" else calibration_windows(checkpoint, options)
-    form = _format(method, options)
+    name = format_name(options.format, method)
+    form = export_format(name, options.scheme, checkpoint)
     config = {**checkpoint.config, "quantization_config": form.quantization_config()}
     with CheckpointWriter(work_dir, config, options.max_shard_bytes) as writer:
         rows = _write_layers(checkpoint, writer, form, method, options, calibration)
         checkpoint.copy_sidecars(writer.path)
-        write_json(writer.path / "quantize_config.json", form.quantization_config())
+        if name != "compressed-tensors":
+            write_json(writer.path / "quantize_config.json", form.quantization_config())
         write_log(writer.path / LOG, rows)
         seconds = time.monotonic() - start
         described = calibration.describe() if calibration else None
@@ -101,10 +102,6 @@ def calibration_windows(checkpoint: Checkpoint, options: QuantOptions) -> Window
     )
 
 
-def _format(method: Method, options: QuantOptions) -> WeightFormat:
-    return AwqFormat(options.scheme) if method == "awq" else GptqFormat(options.scheme, version=1)
-
-
 def _write_layers(
     checkpoint: Checkpoint,
     writer: CheckpointWriter,
@@ -126,8 +123,7 @@ def _write_layers(
             by_layer[prefix].append(name)
 
     dtype = torch.bfloat16 if checkpoint.dtype == torch.bfloat16 else torch.float16
-    # GPTQ v1 stores zero - 1: readers disagree about a zero of 0, so the grid never has one.
-    spec = GridSpec(options.scheme, dtype, min_zero=0 if method == "awq" else 1)
+    spec = GridSpec(options.scheme, dtype, smallest_zero(format_name(options.format, method)))
     plan = stages([fusion.parts for fusion in arch.fusions], arch.scale_groups(config))
     head_dim = int(arch.model_config(config)["head_dim"])
     hidden: list[Tensor] = []

@@ -103,6 +103,13 @@ class CompressedTensorsFormat(WeightFormat):
                 return self.targets[pattern]
         return self.targets.get(CLASS)
 
+    def misfit(self, prefix: str, k: int, n: int) -> str:
+        """Whole groups along K: the format's readers refuse a short one."""
+        group = self.scheme_of(prefix, k).group
+        if k % group == 0:
+            return ""
+        return f"compressed-tensors needs K divisible by the group, got K={k}, group {group}"
+
     def expected(self, prefix: str, k: int, n: int) -> dict[str, tuple[int, ...]]:
         """weight_packed, weight_scale, weight_shape and, unless symmetric, weight_zero_point."""
         scheme = self.scheme_of(prefix, k)
@@ -152,16 +159,12 @@ class CompressedTensorsFormat(WeightFormat):
         return linear
 
     def pack(self, prefix: str, linear: Linear) -> dict[str, Tensor]:
-        """Raises CheckpointError for a dense linear, and for K not a multiple of the group, which the
-        format's readers refuse."""
+        """Raises CheckpointError for a dense linear, and for K not a multiple of the group."""
         if not isinstance(linear, QuantLinear) or linear.scheme.bits not in BITS:
             raise CheckpointError(f"{prefix}: compressed-tensors stores linears of 2 to 8 bits")
         bits, (k, n) = linear.scheme.bits, linear.shape
-        if k % linear.scheme.group:
-            raise CheckpointError(
-                f"{prefix}: compressed-tensors needs K divisible by the group, got K={k}, group "
-                f"{linear.scheme.group}; choose a group size that divides K"
-            )
+        if wrong := self.misfit(prefix, k, n):
+            raise CheckpointError(f"{prefix}: {wrong}; choose a group size that divides K")
         tensors = {
             f"{prefix}.weight_packed": pack_bits(linear.codes, bits).T.contiguous(),
             f"{prefix}.weight_scale": storable_scales(prefix, linear.scales).T.contiguous(),
