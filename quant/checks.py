@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import torch
@@ -10,9 +11,12 @@ from turbomill import console
 from turbomill.calib_data import check_name
 from turbomill.convert.checkpoint import Checkpoint
 from turbomill.convert.formats.base import WeightFormat
+from turbomill.convert.store.check import IGNORED
 from turbomill.errors import CheckpointError, UnsupportedModelError, UsageError
 from turbomill.quant.export import check_bits, export_format, format_name
 from turbomill.quant.options import Method, QuantOptions
+
+logger = logging.getLogger("turbomill.quant")
 
 MARKER = "turbomill.json"
 GROUPS = (128, 64, 32)
@@ -46,10 +50,9 @@ def check_dense(checkpoint: Checkpoint) -> None:
             "it dense, or quantized elsewhere (AWQ, GPTQ)"
         )
     shapes, biases = arch.linear_shapes(config), arch.linear_biases(config)
-    wanted: dict[str, tuple[int, ...] | None] = {arch.embedding: None}
+    wanted: dict[str, tuple[int, ...]] = dict(arch.other_weights(config))
     for index in range(arch.num_layers(config)):
         prefix = arch.layer(index)
-        wanted |= {f"{prefix}{norm}.weight": None for norm in (*arch.norms, *arch.head_norms)}
         for name in arch.linears_of(config, index):
             k, n = shapes[name]
             wanted[f"{prefix}{name}.weight"] = (n, k)
@@ -59,11 +62,17 @@ def check_dense(checkpoint: Checkpoint) -> None:
     wrong += [
         f"{name} is {list(checkpoint.shape(name))}, expected {list(shape)}"
         for name, shape in wanted.items()
-        if shape and checkpoint.has(name) and checkpoint.shape(name) != shape
+        if checkpoint.has(name) and checkpoint.shape(name) != shape
     ]
     if wrong:
         more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
         raise CheckpointError(f"{checkpoint.path}: {'; '.join(wrong[:5])}{more}")
+    extra = [name for name in checkpoint.names() if name not in wanted and not IGNORED.search(name)]
+    extra = [name for name in extra if not (checkpoint.tied and name == arch.head)]
+    if extra:
+        logger.warning(
+            "%s: not part of %s, copied as they are: %s", checkpoint.path, arch.name, _some(extra, 5)
+        )
 
 
 def check_shapes(checkpoint: Checkpoint, form: WeightFormat, options: QuantOptions) -> None:
