@@ -12,7 +12,8 @@ from torch import Tensor
 
 from turbomill import console
 from turbomill.convert.checkpoint import open_checkpoint
-from turbomill.convert.writer import StagedDirectory, write_json
+from turbomill.convert.staged import StagedDirectory
+from turbomill.convert.writer import write_json
 from turbomill.quant.checks import MARKER, check_dense, check_finite, check_work_dir
 from turbomill.quant.decoder import StreamedDecoder, watching
 from turbomill.quant.options import QuantOptions
