@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from turbomill.convert.models import llama
-from turbomill.convert.models.base import Fusion, HfConfig, register
+from turbomill.convert.models.base import Fusion, HfConfig, RunsAs, register
 from turbomill.convert.models.hf import parsed
 from turbomill.convert.models.llama import ATTENTION_FUSIONS, LLAMA
 from turbomill.convert.models.qwen import HEAD_NORMS
@@ -75,21 +75,56 @@ def _mixtral_config(config: HfConfig) -> dict[str, Any]:
     }
 
 
-MIXTRAL = register(
-    replace(
-        LLAMA,
-        name="MixtralForCausalLM",
-        models="Mixtral 8x7B, 8x22B",
-        fusions=ATTENTION_FUSIONS,
-        layer_fusions=_mixtral_fusions,
-        num_experts=_mixtral_experts,
-        matrices=_mixtral_matrices,
-        linear_shapes=_mixtral_shapes,
-        linear_biases=_mixtral_biases,
-        scale_groups=llama.attention_scale_groups,
-        model_config=_mixtral_config,
-    )
+# The same under the names of transformers' modules, which differ from those of its checkpoints.
+_MODULES = _mlp_fusions("experts.", "mlp.experts.{e}.")
+
+
+def _module_shapes(config: HfConfig) -> Shapes:
+    sizes = int(config["hidden_size"]), int(config["intermediate_size"])
+    return _attention_shapes(config) | _mlp_shapes(_MODULES, _mixtral_experts(config), *sizes)
+
+
+def _module_biases(config: HfConfig) -> dict[str, bool]:
+    return dict.fromkeys(_module_shapes(config), False)
+
+
+def _module_fusions(_config: HfConfig, _layer: int) -> tuple[Fusion, ...]:
+    return (*ATTENTION_FUSIONS, *_MODULES)
+
+
+def _module_matrices(config: HfConfig, _layer: int) -> Matrices:
+    return {"mlp.gate": ("router", (_mixtral_experts(config), int(config["hidden_size"])))}
+
+
+_MIXTRAL = replace(
+    LLAMA,
+    name="MixtralForCausalLM",
+    models="Mixtral 8x7B, 8x22B",
+    fusions=ATTENTION_FUSIONS,
+    layer_fusions=_mixtral_fusions,
+    num_experts=_mixtral_experts,
+    matrices=_mixtral_matrices,
+    linear_shapes=_mixtral_shapes,
+    linear_biases=_mixtral_biases,
+    scale_groups=llama.attention_scale_groups,
+    model_config=_mixtral_config,
 )
+_RUN = RunsAs(
+    replace(
+        _MIXTRAL,
+        layer_fusions=_module_fusions,
+        matrices=_module_matrices,
+        linear_shapes=_module_shapes,
+        linear_biases=_module_biases,
+    ),
+    rename=(
+        (".block_sparse_moe.", ".mlp."),
+        (".w1.", ".gate_proj."),
+        (".w3.", ".up_proj."),
+        (".w2.", ".down_proj."),
+    ),
+)
+MIXTRAL = register(replace(_MIXTRAL, runs_as=_RUN))
 
 # Qwen
 
@@ -167,7 +202,7 @@ def _qwen3_config(config: HfConfig) -> dict[str, Any]:
 
 QWEN2_MOE = register(
     replace(
-        MIXTRAL,
+        _MIXTRAL,
         name="Qwen2MoeForCausalLM",
         models="Qwen1.5-MoE, Qwen2-57B-A14B",
         layer_fusions=_qwen_fusions,
