@@ -17,7 +17,7 @@ from turbomill.convert.writer import write_json
 from turbomill.quant.checks import MARKER, check_dense, check_finite, check_work_dir
 from turbomill.quant.decoder import StreamedDecoder, watching
 from turbomill.quant.options import QuantOptions
-from turbomill.quant.run import calibration_windows, peak_bytes
+from turbomill.quant.run import calibration_windows, device_of, peak_bytes
 
 STATISTICS = "calibration.safetensors"
 SUMMARY = "calibration.json"
@@ -28,29 +28,26 @@ CACHED = ("k_proj", "v_proj")
 class ChannelStats:
     """Running statistics over tokens of a vector x [K], fp32."""
 
-    def __init__(self) -> None:
+    def __init__(self, channels: int, device: torch.device) -> None:
         self.tokens = 0
-        self._sum: Tensor | float = 0.0  # sum of |x|
-        self._squares: Tensor | float = 0.0
-        self.absmax: Tensor = torch.zeros(1)
+        self._sum = torch.zeros(channels, device=device)  # sum of |x|
+        self._squares = torch.zeros(channels, device=device)
+        self._largest = torch.zeros(channels, device=device)
 
     def add(self, x: Tensor) -> None:
         """Count x [..., K]."""
         x = x.reshape(-1, x.shape[-1]).float()
         magnitude = x.abs()
-        self._sum = self._sum + magnitude.sum(0)
-        self._squares = self._squares + x.square().sum(0)
-        self.absmax = torch.maximum(self.absmax, magnitude.amax(0))
+        self._sum += magnitude.sum(0)
+        self._squares += x.square().sum(0)
+        self._largest = torch.maximum(self._largest, magnitude.amax(0))
         self.tokens += x.shape[0]
 
     def tensors(self) -> dict[str, Tensor]:
-        """absmean, absmax and mean_square, each [K]."""
+        """absmean, absmax and mean_square, each [K], on the CPU."""
         n = max(self.tokens, 1)
-        return {
-            "absmean": torch.as_tensor(self._sum) / n,
-            "absmax": self.absmax,
-            "mean_square": torch.as_tensor(self._squares) / n,
-        }
+        found = {"absmean": self._sum / n, "absmax": self._largest, "mean_square": self._squares / n}
+        return {name: tensor.cpu() for name, tensor in found.items()}
 
 
 @dataclass(frozen=True)
@@ -87,7 +84,7 @@ def calibrate(
     check_work_dir(work_dir, options.overwrite)
     check_finite(checkpoint)
     windows = calibration_windows(checkpoint, options)
-    decoder = StreamedDecoder(checkpoint)
+    decoder = StreamedDecoder(checkpoint, device_of(options.device))
     head_dim = int(decoder.arch.model_config(checkpoint.config)["head_dim"])
     hidden = decoder.embed(windows.batches(options.batch_of(windows.length)))
     tensors: dict[str, Tensor] = {}
@@ -95,8 +92,13 @@ def calibrate(
     with console.progress("calibrate", decoder.num_layers) as task:
         for index in range(decoder.num_layers):
             layer = decoder.load(index)
-            inputs = {name: ChannelStats() for name in decoder.arch.linears}
-            outputs = {name: ChannelStats() for name in decoder.arch.linears if name.endswith(CACHED)}
+            shapes = {name: layer.get_submodule(name).weight.shape for name in decoder.arch.linears}  # (N, K)
+            inputs = {name: ChannelStats(k, decoder.device) for name, (_n, k) in shapes.items()}
+            outputs = {
+                name: ChannelStats(n, decoder.device)
+                for name, (n, _k) in shapes.items()
+                if name.endswith(CACHED)
+            }
 
             def seen(name: str, x: Tensor, y: Tensor, inputs=inputs, outputs=outputs) -> None:
                 inputs[name].add(x)
@@ -113,7 +115,7 @@ def calibrate(
                 tensors |= {f"{prefix}{name}.input.{kind}": tensor for kind, tensor in found.items()}
                 linears[prefix + name] = _describe(found)
             for name, stats in outputs.items():
-                by_head = stats.absmax.reshape(-1, head_dim)  # [Nkv, D]
+                by_head = stats.tensors()["absmax"].reshape(-1, head_dim)  # [Nkv, D]
                 tensors[f"{prefix}{name}.output.absmax"] = by_head
                 linears[prefix + name]["output_absmax"] = float(by_head.max())
             task.advance()

@@ -33,6 +33,12 @@ OUTPUT = options(
     click.option("--overwrite", is_flag=True, help="Replace a --work-dir that holds something else."),
     click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout."),
 )
+DEVICE = click.option(
+    "--device",
+    default="auto",
+    show_default=True,
+    help="Where calibration and the solvers run: cpu, cuda, cuda:1, ...; auto: the first GPU, if any.",
+)
 CALIBRATION = options(
     click.option(
         "--calib-dataset",
@@ -47,6 +53,7 @@ CALIBRATION = options(
         "--batch-size", default=0, show_default=True, help="Windows run together; 0: about 4,096 tokens."
     ),
     click.option("--seed", default=0, show_default=True, help="For --calib-dataset self."),
+    DEVICE,
 )
 SCHEME = options(
     click.option("--w-bits", default=4, show_default=True, help="Bits per weight."),
@@ -86,6 +93,7 @@ def calibrate(model: str, work_dir: Path, as_json: bool, **given: Any) -> None:
 @lite.command()
 @OUTPUT
 @SCHEME
+@DEVICE
 def rtn(model: str, work_dir: Path, as_json: bool, **given: Any) -> None:
     """Round to nearest. Needs no calibration."""
     _quantize(model, work_dir, "rtn", as_json, given)

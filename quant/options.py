@@ -29,6 +29,8 @@ class QuantOptions:
     seed: int = 0
     search_scale: bool = True  # AWQ: search the scale's ratio, else x^0.5
     damping: float = 0.01  # GPTQ: share of the Hessian's mean diagonal
+    correction_damping: float = 0.1  # of the correction for drifted inputs, likewise
+    device: str = "auto"  # where calibration and the solvers run: cpu, cuda, cuda:1; auto: a GPU if there is
     max_shard_bytes: int = 5 * 10**9
     overwrite: bool = False  # replace a work dir that this program did not write
 

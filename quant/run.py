@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from turbomill import console
 from turbomill.calib_data import Windows, load_windows
@@ -27,8 +26,10 @@ from turbomill.quant.decoder import StreamedDecoder
 from turbomill.quant.export import export_format, format_name, smallest_zero
 from turbomill.quant.grid import GridSpec
 from turbomill.quant.inputs import InputStats
-from turbomill.quant.layer import LayerWork, Stage, quantize_awq, quantize_gptq, quantize_rtn, stages
+from turbomill.quant.layer import LayerWork, Stage, quantize_stage, round_weights, stages
 from turbomill.quant.options import METHODS, LayerRow, Method, QuantOptions, QuantResult
+from turbomill.quant.recipe import RECIPES, Recipe
+from turbomill.quant.stream import Stream
 
 logger = logging.getLogger("turbomill.quant")
 
@@ -102,6 +103,18 @@ def calibration_windows(checkpoint: Checkpoint, options: QuantOptions) -> Window
     )
 
 
+def device_of(name: str) -> torch.device:
+    """The device `--device` asks for; auto is the first GPU, if there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UsageError(f"--device {name}: {str(error).splitlines()[0]}") from error
+    return device
+
+
 def _write_layers(
     checkpoint: Checkpoint,
     writer: CheckpointWriter,
@@ -111,7 +124,8 @@ def _write_layers(
     calibration: Windows | None,
 ) -> list[LayerRow]:
     """Copy what is not a decoder layer, then quantize and write the layers one after the other."""
-    decoder = StreamedDecoder(checkpoint)
+    decoder = StreamedDecoder(checkpoint, device_of(options.device))
+    recipe = RECIPES[method]
     arch, config = decoder.arch, checkpoint.config
     prefixes = [arch.layer(index) for index in range(decoder.num_layers)]
     by_layer: dict[str, list[str]] = {prefix: [] for prefix in prefixes}
@@ -126,9 +140,12 @@ def _write_layers(
     spec = GridSpec(options.scheme, dtype, smallest_zero(format_name(options.format, method)))
     plan = stages([fusion.parts for fusion in arch.fusions], arch.scale_groups(config))
     head_dim = int(arch.model_config(config)["head_dim"])
-    hidden: list[Tensor] = []
+    # What the quantized layers give and, where the recipe corrects for the drift, the full-precision ones.
+    streams: list[Stream] = []
     if calibration is not None:
         hidden = decoder.embed(calibration.batches(options.batch_of(calibration.length)))
+        streams = [Stream(decoder, list(hidden)) for _ in range(1 + recipe.correct)]
+        del hidden
     rows: list[LayerRow] = []
     with torch.no_grad(), console.progress(f"{method} {options.scheme}", decoder.num_layers) as task:
         for index, prefix in enumerate(prefixes):
@@ -140,12 +157,10 @@ def _write_layers(
                 stored_as=lambda name, prefix=prefix: checkpoint.dtype_of(prefix + name),
                 norm_offset=arch.norm_offset,
             )
-            if calibration is None:
-                quantize_rtn(work, arch.linears)
+            if streams:
+                _calibrated(work, decoder, plan, streams, recipe, options)
             else:
-                _calibrated(work, decoder, plan, hidden, method, options)
-                if index + 1 < decoder.num_layers:
-                    decoder.run_all(work.module, index, hidden)
+                round_weights(work, arch.linears)
             _write(work, checkpoint, writer, form, prefix, by_layer[prefix])
             rows += work.rows
             task.advance()
@@ -158,19 +173,25 @@ def _calibrated(
     work: LayerWork,
     decoder: StreamedDecoder,
     plan: list[Stage],
-    hidden: list[Tensor],
-    method: Method,
+    streams: list[Stream],
+    recipe: Recipe,
     options: QuantOptions,
 ) -> None:
     """Each stage in turn: gather its inputs behind the stages already quantized, then quantize it."""
+    stream, *full = streams
+    stream.enter(work.module, work.index)
+    for other in full:
+        other.enter(decoder.load(work.index), work.index)
     for stage in plan:
         first = stage.linears[0]
-        stats = InputStats(work.weight(first).shape[1])
-        decoder.run_to(work.module, work.index, hidden, first, stats.add)
-        if method == "awq":
-            quantize_awq(work, stage, stats, options)
-        else:
-            quantize_gptq(work, stage, stats, options)
+        stats = InputStats(work.weight(first).shape[1], decoder.device)
+        for inputs in zip(*(one.inputs(first) for one in streams), strict=True):
+            stats.add(*inputs)
+        if quantize_stage(work, stage, stats, recipe, options):
+            stream.forget()  # the scale is now in the values that were attended to
+    if work.index + 1 < decoder.num_layers:
+        for one in streams:
+            one.leave()
 
 
 def _write(
@@ -195,7 +216,7 @@ def _write(
                 for key, tensor in form.pack(prefix + linear, packed).items():
                     writer.add(key, tensor)
         elif short in state:
-            writer.add(name, state[short].to(checkpoint.dtype_of(name)))
+            writer.add(name, state[short].to("cpu", checkpoint.dtype_of(name)))
         else:  # not a parameter of the layer (old checkpoints carry RoPE's frequencies): as it is
             writer.add(name, checkpoint.tensor(name))
 

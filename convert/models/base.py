@@ -114,6 +114,11 @@ class Architecture:
         """The linears of every layer, in the order of a forward pass."""
         return tuple(part for fusion in self.fusions for part in fusion.parts)
 
+    @property
+    def attention_output(self) -> str:
+        """The linear after the attention, within a layer."""
+        return next(fusion.parts[0] for fusion in self.fusions if fusion.name == "w_o")
+
     def fusions_of(self, config: HfConfig, index: int) -> tuple[Fusion, ...]:
         """Layer `index`'s fusions."""
         return self.fusions if self.layer_fusions is None else self.layer_fusions(config, index)

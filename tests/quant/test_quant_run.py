@@ -216,7 +216,7 @@ def test_smoothing_changes_nothing_in_full_precision(tmp_path, text_file, heads,
         awq, "search_scale", lambda w, st, sp, share, se: torch.rand(int(share.max()) + 1) * 3 + 0.3
     )
     monkeypatch.setattr(layer, "_rtn", lambda w, spec: exact(torch.full_like(w, 1e3), ones(w, spec)))
-    monkeypatch.setattr(awq, "clip", lambda w, st, s, spec: ones(w, spec))
+    monkeypatch.setattr(layer, "clipped_grid", lambda w, h, spec: ones(w, spec))
     monkeypatch.setattr(layer, "minmax_grid", lambda w, spec: ones(w, spec))
     monkeypatch.setattr(layer, "Quantized", Exact)
     monkeypatch.setattr("turbomill.quant.smooth.Quantized", Exact)
@@ -228,10 +228,12 @@ def test_smoothing_changes_nothing_in_full_precision(tmp_path, text_file, heads,
 
     from turbomill.quant.decoder import StreamedDecoder
     from turbomill.quant.grid import GridSpec
+    from turbomill.quant.recipe import RECIPES
     from turbomill.quant.run import _calibrated
+    from turbomill.quant.stream import Stream
 
     decoder = StreamedDecoder(checkpoint)
-    hidden = decoder.embed([ids])
+    streams = [Stream(decoder, decoder.embed([ids]))]
     options = options_of(text_file)
     plan = layer.stages(
         [f.parts for f in checkpoint.arch.fusions], checkpoint.arch.scale_groups(checkpoint.config)
@@ -242,7 +244,7 @@ def test_smoothing_changes_nothing_in_full_precision(tmp_path, text_file, heads,
         spec = GridSpec(options.scheme, torch.float32)  # folded scales are not rounded
         work = layer.LayerWork(index, decoder.load(index), spec, 16, lambda _name: torch.float32)
         original = {k: v.clone() for k, v in work.module.state_dict().items()}
-        _calibrated(work, decoder, plan, hidden, "awq", options)
+        _calibrated(work, decoder, plan, streams, RECIPES["awq"], options)
         assert not any(row.fallback for row in work.rows)
         moved += sum(not torch.equal(v, original[k]) for k, v in work.module.state_dict().items())
         model.model.layers[index].load_state_dict(work.module.state_dict())
@@ -446,13 +448,13 @@ def test_nothing_is_left_when_a_run_fails(tiny, text_file, tmp_path, monkeypatch
 def test_a_stage_that_got_worse_falls_back_and_says_so(tiny, text_file, tmp_path, monkeypatch, caplog):
     import turbomill.quant.layer as layer
 
-    solve = layer.gptq
+    solve = layer.round_columns
 
-    def worse(weight, hessian, spec, damping):
-        solved = solve(weight, hessian, spec, damping)
+    def worse(weight, hessian, grid, damping):
+        solved = solve(weight, hessian, grid, damping)
         return type(solved)(torch.zeros_like(solved.codes), solved.grid)
 
-    monkeypatch.setattr(layer, "gptq", worse)
+    monkeypatch.setattr(layer, "round_columns", worse)
     logging.getLogger("turbomill").propagate = True
     result = quantize(tiny, tmp_path / "gptq", "gptq", options_of(text_file))
     assert result.fallbacks == 14 and all(row.method == "rtn" for row in result.rows)
