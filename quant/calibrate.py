@@ -92,11 +92,11 @@ def calibrate(
     with console.progress("calibrate", decoder.num_layers) as task:
         for index in range(decoder.num_layers):
             layer = decoder.load(index)
-            shapes = {name: layer.get_submodule(name).weight.shape for name in decoder.arch.linears}  # (N, K)
-            inputs = {name: ChannelStats(k, decoder.device) for name, (_n, k) in shapes.items()}
+            shapes = decoder.arch.linear_shapes(checkpoint.config)  # (K, N)
+            inputs = {name: ChannelStats(shapes[name][0], decoder.device) for name in decoder.arch.linears}
             outputs = {
-                name: ChannelStats(n, decoder.device)
-                for name, (n, _k) in shapes.items()
+                name: ChannelStats(shapes[name][1], decoder.device)
+                for name in decoder.arch.linears
                 if name.endswith(CACHED)
             }
 
