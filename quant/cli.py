@@ -45,7 +45,8 @@ CALIBRATION = options(
         default="builtin",
         show_default=True,
         help="builtin, self (sampled from the model), a .txt, .jsonl or .parquet file or folder, or "
-        "wikitext2, c4, ptb, pileval, gsm8k, neuralmagic_calibration, open-platypus, openwebtext (hub).",
+        "wikitext2, c4, ptb, pileval, gsm8k, neuralmagic_calibration, open-platypus, openwebtext (hub). "
+        "Several, joined by commas, share the samples.",
     ),
     click.option("--calib-samples", default=128, show_default=True, help="Windows of text."),
     click.option("--calib-seqlen", default=2048, show_default=True, help="Tokens per window."),

@@ -30,6 +30,17 @@ class _Recorder(nn.Module):
         return hidden_states
 
 
+class _Instead(nn.Module):
+    """Stands in for the decoder layers: gives what they would give."""
+
+    def __init__(self, output: Tensor) -> None:
+        super().__init__()
+        self._output = [output]  # in a list: no part of the module's state
+
+    def forward(self, _hidden_states: Tensor, **_kwargs: Any) -> Tensor:
+        return self._output[0]
+
+
 class StreamedDecoder:
     """The decoder layers of a checkpoint, loaded on request as fp32 modules."""
 
@@ -79,6 +90,37 @@ class StreamedDecoder:
             embedding.weight = empty
         return hidden
 
+    def score_gradient(self, hidden: Tensor, generator: torch.Generator) -> Tensor:
+        """The gradient of log p(y) by the last layer's output `hidden` fp32 [B, T, H], y drawn from p at each
+        position. On the CPU."""
+        model, base = self._skeleton, self._skeleton.get_decoder()
+        head = model.get_output_embeddings()
+        kept = (base.layers, base.norm.weight, head.weight)
+        arch, config = self.arch, self._checkpoint.config
+        weight = self._checkpoint.tensor(arch.embedding if arch.tied(config) else arch.head)
+        weight = weight.to(self.device, torch.float32)
+        try:
+            base.norm.weight = nn.Parameter(
+                self._checkpoint.tensor(arch.final_norm).to(self.device, torch.float32), requires_grad=False
+            )
+            head.weight = nn.Parameter(
+                weight if arch.head_transform is None else arch.head_transform(weight), requires_grad=False
+            )
+            return torch.cat([self._score(row, generator) for row in hidden.split(1)])
+        finally:
+            base.layers, base.norm.weight, head.weight = kept
+
+    def _score(self, hidden: Tensor, generator: torch.Generator) -> Tensor:
+        with torch.enable_grad():
+            at = hidden.detach().to(self.device).requires_grad_()
+            # The model's own way from the last layer to the logits, with this in the layers' place.
+            self._skeleton.get_decoder().layers = nn.ModuleList([_Instead(at)])
+            log_p = self._skeleton(inputs_embeds=torch.zeros_like(at), use_cache=False).logits.float()
+            log_p = log_p.log_softmax(-1)[0]  # [T, V]
+            drawn = torch.multinomial(log_p.detach().exp().cpu(), 1, generator=generator)
+            (gradient,) = torch.autograd.grad(log_p.gather(-1, drawn.to(at.device)).sum(), at)
+        return gradient.cpu()
+
     def load(self, index: int, source: Checkpoint | None = None) -> nn.Module:
         """A new copy of layer `index` with its weights in fp32, from the model or from its like, `source`.
 
@@ -101,6 +143,10 @@ class StreamedDecoder:
     @torch.no_grad()
     def run(self, layer: nn.Module, index: int, hidden: Tensor) -> Tensor:
         """Layer `index`'s output for fp32 [B, T, H]."""
+        return self.outputs(layer, index, hidden)
+
+    def outputs(self, layer: nn.Module, index: int, hidden: Tensor) -> Tensor:
+        """As `run`, with gradients where they are on."""
         kwargs = self._kwargs[(hidden.shape[0], hidden.shape[1])][index]
         output = layer(hidden, **kwargs)
         return output[0] if isinstance(output, tuple) else output

@@ -167,7 +167,7 @@ def moved_kinds(name):
     ("name", "method"),
     [
         *[(name, "awq") for name in ("internlm2", "baichuan2", "mixtral", "qwen2-moe")],
-        *[("internlm3", "gptq"), ("qwen3-moe", "gptq"), ("mixtral", "rtn"), ("internlm2", "rtn")],
+        *[("baichuan", "gptq"), ("qwen3-moe", "gptq"), ("mixtral", "rtn"), ("internlm2", "rtn")],
     ],
 )
 def test_every_model_is_quantized_in_its_own_names(name, method, tmp_path, text_file):
