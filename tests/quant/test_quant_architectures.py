@@ -188,7 +188,7 @@ def test_every_model_is_quantized_in_its_own_names(name, method, tmp_path, text_
     ids = before.tokenizer()(text_file.read_text()[:120], return_tensors="pt")["input_ids"]
     with torch.no_grad():
         full, small = (load_dense_model(one)(ids).logits for one in (before, after))
-    assert (full - small).square().mean() < (0.6 if method == "awq" else 0.02) * full.var()
+    assert (full - small).square().mean() < (0.6 if method == "awq" else 0.05) * full.var()
     assert convert_checkpoint(tmp_path / "out", tmp_path / "store").scheme is not None
     assert len(result.rows) >= len(linears)
 
