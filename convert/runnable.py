@@ -23,10 +23,9 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 
-def runnable(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint itself where its own names are those of the code that runs it."""
-    runs_as = checkpoint.arch.runs_as
-    return checkpoint if runs_as is None else RunnableCheckpoint(checkpoint, runs_as)
+def runnable(checkpoint: Checkpoint) -> RunnableCheckpoint:
+    """The checkpoint under those names; most have them already."""
+    return RunnableCheckpoint(checkpoint, checkpoint.arch.runs_as or RunsAs(checkpoint.arch))
 
 
 class RunnableCheckpoint(Checkpoint):
@@ -57,6 +56,10 @@ class RunnableCheckpoint(Checkpoint):
     def parts_of(self, linear: str) -> tuple[str, ...]:
         """The linears here that make up a published linear of a layer; names within a layer."""
         return self.runs_as.split.get(linear) or (self._renamed(f"x.{linear}.")[2:-1],)
+
+    def here(self, published: str) -> str:
+        """The name here of a published tensor that is not split."""
+        return self._renamed(published)
 
     def join(self, linear: str, parts: list[Linear]) -> Linear:
         """A published linear, from its parts."""
@@ -149,7 +152,8 @@ class RunnableCheckpoint(Checkpoint):
 
     def hf_config(self) -> PretrainedConfig:
         """The other architecture's config."""
-        return parsed(self.config)
+        own = self.arch.name == self.published.arch.name
+        return self.published.hf_config() if own else parsed(self.config)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """As published."""

@@ -58,18 +58,18 @@ class ResumableDirectory(StagedDirectory):
     """A staged directory whose unfinished work the same run goes on with, after a kill or an interruption.
 
     `identity` names everything that decides the result, flat: another run's directory is refused, by name,
-    unless `restart`. `append` records a part of the work as done, once its bytes are on disk; `entries` are
-    the parts recorded so far.
+    or discarded when `replace_other`. `append` records a part of the work as done, once its bytes are on
+    disk; `entries` are the parts recorded so far.
     """
 
     IDENTITY, JOURNAL, LOCK = ".run.json", ".journal.jsonl", ".lock"
     # A failure of the machine or of its user, not of the work: what is done is worth keeping.
     KEPT = (KeyboardInterrupt, SystemExit, OSError, MemoryError)
 
-    def __init__(self, dst: Path, identity: Mapping[str, Any], restart: bool = False) -> None:
+    def __init__(self, dst: Path, identity: Mapping[str, Any], replace_other: bool = False) -> None:
         super().__init__(dst)
         self.identity = json.loads(json.dumps(identity))  # as it reads back
-        self.restart = restart
+        self.replace_other = replace_other
         self.entries: list[dict[str, Any]] = []
         self._journal: IO[bytes] | None = None
         self._lock: IO[bytes] | None = None
@@ -87,7 +87,12 @@ class ResumableDirectory(StagedDirectory):
         return (temp / cls.JOURNAL).is_file()
 
     def _prepare(self) -> None:
-        unfinished = not self.restart and self.check(self.dst, self.identity)
+        try:
+            unfinished = self.check(self.dst, self.identity)
+        except UsageError:
+            if not self.replace_other:
+                raise
+            unfinished = False
         self.temp.mkdir(exist_ok=True)
         self._lock = (self.temp / self.LOCK).open("wb")
         try:

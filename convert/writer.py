@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
+import torch
 from torch import Tensor
 
 from turbomill.convert.hf import INDEX
@@ -73,6 +74,30 @@ class CheckpointWriter:
         self._data.write(tensor_bytes(tensor))
         self._record(len(self._shards) - 1, name, TAGS[tensor.dtype], tuple(tensor.shape), nbytes)
         self._new.append((len(self._shards) - 1, name, TAGS[tensor.dtype], tuple(tensor.shape)))
+
+    def names(self) -> list[str]:
+        """The tensors added so far."""
+        return [name for shard in self._shards for name in shard]
+
+    def has(self, name: str) -> bool:
+        """Whether a tensor was added."""
+        return name in self._names
+
+    def read(self, name: str) -> Tensor:
+        """A tensor that was added, from the unfinished shard."""
+        if self._data is not None:
+            self._data.flush()
+        index = next(i for i, shard in enumerate(self._shards) if name in shard)
+        offset = 0
+        for other, (tag, shape) in self._shards[index].items():
+            if other == name:
+                break
+            offset += prod(shape) * DTYPES[tag].itemsize
+        tag, shape = self._shards[index][name]
+        with self._data_of(index).open("rb") as file:
+            file.seek(offset)
+            data = bytearray(file.read(prod(shape) * DTYPES[tag].itemsize))
+        return torch.frombuffer(data, dtype=DTYPES[tag]).reshape(shape)
 
     def commit(self, entry: Mapping[str, Any]) -> None:
         """Record in the resumable directory that `entry` is done: the tensors since the last one."""

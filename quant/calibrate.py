@@ -12,6 +12,7 @@ from torch import Tensor
 
 from turbomill import console
 from turbomill.convert.checkpoint import open_checkpoint
+from turbomill.convert.runnable import runnable
 from turbomill.convert.staged import StagedDirectory
 from turbomill.convert.writer import write_json
 from turbomill.quant.checks import MARKER, check_dense, check_finite, check_work_dir
@@ -72,7 +73,8 @@ def calibrate(
     """Run the calibration windows through MODEL and write calibration.safetensors and calibration.json.
 
     Per linear: `NAME.input.absmean`, `.absmax`, `.mean_square`, fp32 [K]. For k_proj (before RoPE) and v_proj
-    also `NAME.output.absmax`, fp32 [Nkv, D].
+    also `NAME.output.absmax`, fp32 [Nkv, D]. Names are those of the code that runs the model: Llama's for
+    InternLM2 and Baichuan.
     """
     from safetensors.torch import save_file
 
@@ -84,19 +86,21 @@ def calibrate(
     check_work_dir(work_dir, options.overwrite)
     check_finite(checkpoint)
     windows = calibration_windows(checkpoint, options)
-    decoder = StreamedDecoder(checkpoint, device_of(options.device))
-    head_dim = int(decoder.arch.model_config(checkpoint.config)["head_dim"])
+    model_run = runnable(checkpoint)
+    decoder = StreamedDecoder(model_run, device_of(options.device))
+    head_dim = int(decoder.arch.model_config(model_run.config)["head_dim"])
     hidden = decoder.embed(windows.batches(options.batch_of(windows.length)))
     tensors: dict[str, Tensor] = {}
     linears: dict[str, dict[str, float]] = {}
     with console.progress("calibrate", decoder.num_layers) as task:
         for index in range(decoder.num_layers):
             layer = decoder.load(index)
-            shapes = decoder.arch.linear_shapes(checkpoint.config)  # (K, N)
-            inputs = {name: ChannelStats(shapes[name][0], decoder.device) for name in decoder.arch.linears}
+            sizes = decoder.arch.linear_shapes(model_run.config)
+            shapes = {name: sizes[name] for name in decoder.arch.linears_of(model_run.config, index)}
+            inputs = {name: ChannelStats(k, decoder.device) for name, (k, _n) in shapes.items()}
             outputs = {
-                name: ChannelStats(shapes[name][1], decoder.device)
-                for name in decoder.arch.linears
+                name: ChannelStats(n, decoder.device)
+                for name, (_k, n) in shapes.items()
                 if name.endswith(CACHED)
             }
 

@@ -12,7 +12,7 @@ from turbomill.calib_data import check_name
 from turbomill.convert.checkpoint import Checkpoint
 from turbomill.convert.formats.base import WeightFormat
 from turbomill.convert.store.check import IGNORED
-from turbomill.errors import CheckpointError, UnsupportedModelError, UsageError
+from turbomill.errors import CheckpointError, UsageError
 from turbomill.quant.export import check_bits, export_format, format_name
 from turbomill.quant.options import Method, QuantOptions
 
@@ -43,12 +43,6 @@ def check_dense(checkpoint: Checkpoint) -> None:
             "give the full-precision model"
         )
     arch, config = checkpoint.arch, checkpoint.config
-    if arch.remote_code or arch.num_experts(config):
-        reason = "transformers has no modelling code for it" if arch.remote_code else "a mixture of experts"
-        raise UnsupportedModelError(
-            f"{checkpoint.path}: {arch.name} cannot be quantized here ({reason}); `turbomill convert` reads "
-            "it dense, or quantized elsewhere (AWQ, GPTQ)"
-        )
     shapes, biases = arch.linear_shapes(config), arch.linear_biases(config)
     wanted: dict[str, tuple[int, ...]] = dict(arch.other_weights(config))
     for index in range(arch.num_layers(config)):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from turbomill.convert.checkpoint import Checkpoint
 from turbomill.convert.reference import attention_implementation
+from turbomill.quant.experts import unstack
 
 
 class _Recorder(nn.Module):
@@ -120,15 +121,22 @@ class StreamedDecoder:
             (gradient,) = torch.autograd.grad(log_p.gather(-1, drawn.to(at.device)).sum(), at)
         return gradient.cpu()
 
-    def load(self, index: int) -> nn.Module:
-        """A new copy of layer `index` with its weights in fp32."""
+    def load(self, index: int, source: Checkpoint | None = None) -> nn.Module:
+        """A new copy of layer `index` with its weights in fp32, from the model or from its like, `source`.
+
+        Quantized linears of `source` have the weights that their codes stand for. Experts are linears of
+        their own, as in the checkpoint, where transformers stacks them.
+        """
         layer = copy.deepcopy(self._skeleton.get_decoder().layers[index])
-        prefix = self.arch.layer(index)
-        # A copy also of fp32: it is mapped from its file, and layers are changed in place.
-        weights = {
-            name: self._checkpoint.tensor(prefix + name).to(self.device, torch.float32, copy=True)
-            for name in layer.state_dict()
-        }
+        unstack(layer)
+        prefix, source = self.arch.layer(index), source or self._checkpoint
+        weights = {}
+        for name in layer.state_dict():
+            linear, _, kind = (prefix + name).rpartition(".")
+            packed = kind == "weight" and not source.has(prefix + name)
+            tensor = source.linear(linear).dequantize() if packed else source.tensor(prefix + name)
+            # A copy also of fp32: it is mapped from its file, and layers are changed in place.
+            weights[name] = tensor.to(self.device, torch.float32, copy=True)
         layer.load_state_dict(weights, assign=True)
         return layer.requires_grad_(False).eval()
 

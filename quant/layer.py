@@ -66,12 +66,6 @@ class LayerWork:
         self.module.get_submodule(name).weight.data = quantized.weight()  # type: ignore[union-attr]
 
 
-def stages(linears: Sequence[tuple[str, ...]], groups: Sequence[ScaleGroup]) -> list[Stage]:
-    """A layer's stages in order of its forward pass, each with its scale group if it has one."""
-    by_linears = {group.linears: group for group in groups}
-    return [Stage(names, by_linears.get(names)) for names in linears]
-
-
 def round_weights(work: LayerWork, names: Sequence[str]) -> None:
     """Round every linear to nearest, min to max. Needs no inputs."""
     for name in names:
@@ -216,6 +210,7 @@ def _keep(
                 rtn_loss if worse else loss,
                 worse,
                 seconds,
+                stats.tokens,
             )
         )
     return not whole or total <= total_rtn

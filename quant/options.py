@@ -78,6 +78,7 @@ class LayerRow:
     loss: float | None  # this was given
     fallback: bool
     seconds: float
+    tokens: int | None = None  # of calibration that the linear read
 
 
 @dataclass(frozen=True)

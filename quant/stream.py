@@ -16,9 +16,9 @@ from turbomill.quant.parallel import spread, workers
 class _Reached(Exception):  # noqa: N818  (control flow, not an error)
     """The module of interest has its input: the rest of the forward pass is not needed."""
 
-    def __init__(self, inputs: Tensor) -> None:
+    def __init__(self, args: tuple[Tensor, ...]) -> None:
         super().__init__()
-        self.inputs = inputs
+        self.args_of_call = args
 
 
 class _Remembered(nn.Module):
@@ -59,13 +59,17 @@ class Stream:
 
     def inputs(self, name: str) -> Iterator[Tensor]:
         """The inputs [B, T, K] of the layer's module `name`, batch by batch."""
+        return (args[0] for args in self.calls(name))
+
+    def calls(self, name: str) -> Iterator[tuple[Tensor, ...]]:
+        """All that the layer's module `name` is called with, batch by batch."""
         layer = self._entered()
         keep = name == self._decoder.arch.attention_output
         if keep:
             self.forget()
 
         def reached(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            raise _Reached(args[0])
+            raise _Reached(args)
 
         step = workers(self._decoder.device)  # inputs held at a time
         for start in range(0, len(self.hidden), step):
@@ -76,8 +80,12 @@ class Stream:
             finally:
                 handle.remove()
             if keep:
-                self._attended += batch
+                self._attended += [args[0] for args in batch]
             yield from batch
+
+    def submodule(self, name: str) -> Any:
+        """A module of the layer."""
+        return self._entered().get_submodule(name)
 
     def leave(self) -> None:
         """Replace each batch by the layer's output for it."""
@@ -85,22 +93,22 @@ class Stream:
         step = workers(self._decoder.device)
         for start in range(0, len(self.hidden), step):
             batch = range(start, min(start + step, len(self.hidden)))
-            self.hidden[start : start + step] = self._run(batch, None)
+            self.hidden[start : start + step] = [output for (output,) in self._run(batch, None)]
         self._layer = None
         self.forget()
 
-    def _run(self, batches: range, stop: str | None) -> list[Tensor]:
-        """Run some batches through the layer, to its end or to the inputs of module `stop`."""
+    def _run(self, batches: range, stop: str | None) -> list[tuple[Tensor, ...]]:
+        """Run some batches through the layer, to its end (its output) or to the call of module `stop`."""
         layer, local = self._entered(), threading.local()
         known = len(self._attended) == len(self.hidden)
 
-        def run(at: int) -> Tensor:
+        def run(at: int) -> tuple[Tensor, ...]:
             if known:
                 local.inputs = self._attended[at]
             try:
-                return self._decoder.run(layer, self._index, self.hidden[at])
+                return (self._decoder.run(layer, self._index, self.hidden[at]),)
             except _Reached as reached:
-                return reached.inputs
+                return reached.args_of_call
 
         with self._short_cut(layer, local) if known else nullcontext():
             return spread(run, batches, self._decoder.device)

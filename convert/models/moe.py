@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from turbomill.convert.models import llama
-from turbomill.convert.models.base import Fusion, HfConfig, RunsAs, register
+from turbomill.convert.models.base import Fusion, HfConfig, RunsAs, ScaleGroup, register
 from turbomill.convert.models.hf import parsed
 from turbomill.convert.models.llama import ATTENTION_FUSIONS, LLAMA
 from turbomill.convert.models.qwen import HEAD_NORMS
@@ -32,6 +32,15 @@ def _mlp_shapes(fusions: tuple[Fusion, ...], experts: int, hidden: int, inter: i
         for fusion, shape in ((pair, (hidden, inter)), (down, (inter, hidden)))
         for name in fusion.names(expert)
     }
+
+
+def _scale_groups(config: HfConfig, *mlps: str, norm: str = "") -> tuple[ScaleGroup, ...]:
+    """AWQ's groups of the attention and of each MLP, named by its prefix: up to down. What the router reads
+    cannot be scaled, and so what `norm` gives to an MLP beside no router is all that gets a scale there."""
+    groups = [ScaleGroup(f"{mlp}up_proj", (f"{mlp}down_proj",), f"{mlp}down_proj") for mlp in mlps]
+    if norm:
+        groups.append(ScaleGroup(norm, ("mlp.gate_proj", "mlp.up_proj"), "mlp"))
+    return (*llama.attention_scale_groups(config), *groups)
 
 
 def _attention_shapes(config: HfConfig) -> Shapes:
@@ -183,6 +192,10 @@ def _qwen_matrices(config: HfConfig, layer: int) -> Matrices:
     return router | (shared if _shared_size(config) else {})
 
 
+def _qwen_groups(config: HfConfig) -> tuple[ScaleGroup, ...]:
+    return _scale_groups(config, "mlp.shared_expert.", "mlp.", norm="post_attention_layernorm")
+
+
 def _qwen_config(config: HfConfig) -> dict[str, Any]:
     found: Any = parsed(config)
     dense, shared = _dense_layers(config), _shared_size(config)
@@ -210,6 +223,7 @@ QWEN2_MOE = register(
         matrices=_qwen_matrices,
         linear_shapes=_qwen_shapes,
         linear_biases=_qwen_biases,
+        scale_groups=_qwen_groups,
         model_config=_qwen_config,
     )
 )

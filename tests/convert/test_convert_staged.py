@@ -19,10 +19,10 @@ def tensors(part):
     return {f"t{part}.{i}": torch.randn(7, 5 + i, generator=generator).half() for i in range(3)}
 
 
-def write(dst, parts=range(6), stop=None, identity=RUN, restart=False, config=None):
+def write(dst, parts=range(6), stop=None, identity=RUN, replace=False):
     """Six parts of three tensors; returns the parts done before. `stop` is called with (part, tensor)."""
-    staged = ResumableDirectory(dst, identity, restart)
-    with CheckpointWriter(dst, config or {"a": 1}, 300, staged) as writer:
+    staged = ResumableDirectory(dst, identity, replace)
+    with CheckpointWriter(dst, {"a": 1}, 300, staged) as writer:
         done = [entry["part"] for entry in staged.entries]
         for part in parts:
             if part in done:
@@ -111,7 +111,7 @@ def test_another_runs_work_is_refused_by_name(tmp_path):
     with pytest.raises(UsageError, match="option group"):
         ResumableDirectory.check(tmp_path / "out", {"option group": 128})
     assert ResumableDirectory.check(tmp_path / "out", {"model": "abc"})
-    assert write(tmp_path / "out", identity=other, restart=True) == []
+    assert write(tmp_path / "out", identity=other, replace=True) == []
     assert not ResumableDirectory.check(tmp_path / "out", other)
 
 
@@ -143,7 +143,7 @@ def test_nothing_recorded_is_nothing_kept(tmp_path):
 
 
 def test_two_runs_at_once(tmp_path):
-    first, second = (ResumableDirectory(tmp_path / "out", RUN, restart) for restart in (False, True))
+    first, second = (ResumableDirectory(tmp_path / "out", run, True) for run in (RUN, {"model": "other"}))
     with first as temp:
         first.append({"part": 0})
         with pytest.raises(UsageError, match="another run is writing here"), second:
