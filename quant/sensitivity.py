@@ -16,20 +16,19 @@ from turbomill import console
 from turbomill.convert.linear import QuantScheme
 from turbomill.quant.decoder import StreamedDecoder
 from turbomill.quant.grid import GridSpec, searched_grid
-from turbomill.quant.layer import Stage
 
 
 def sensitivities(
     decoder: StreamedDecoder,
     batches: Sequence[Tensor],
-    plan: Sequence[Stage],
+    units: Callable[[int], Sequence[tuple[str, ...]]],
     schemes: Sequence[QuantScheme],
     spec_of: Callable[[QuantScheme], GridSpec],
     seed: int = 0,
 ) -> list[list[dict[QuantScheme, float]]]:
-    """For each layer and stage, the KL in nats per token that each scheme's rounding adds. ids int64 [B, T].
+    """For each layer and unit, the KL in nats per token that each scheme's rounding adds. ids int64 [B, T].
 
-    Rounding is to nearest on searched ranges; GPTQ does better than this by much the same factor everywhere.
+    `units` names the linears of a layer that get one scheme, for each such choice. Rounding is to nearest on searched ranges; GPTQ does better than this by much the same factor everywhere.
     Each window is one sample: many short ones say more than a few long ones.
     """
     hidden = [[batch.cpu() for batch in decoder.embed(batches)]]
@@ -43,7 +42,7 @@ def sensitivities(
         found: list[list[dict[QuantScheme, float]]] = []
         for index in reversed(range(decoder.num_layers)):
             layer = decoder.load(index)
-            probe = _Probe(layer, plan, schemes, spec_of)
+            probe = _Probe(layer, units(index), schemes, spec_of)
             inputs = hidden.pop()
             probe.see_inputs(lambda: [decoder.run(layer, index, x.to(decoder.device)) for x in inputs])  # noqa: B023
             for i, x in enumerate(inputs):
@@ -63,15 +62,15 @@ class _Probe:
     def __init__(
         self,
         layer: nn.Module,
-        plan: Sequence[Stage],
+        units: Sequence[tuple[str, ...]],
         schemes: Sequence[QuantScheme],
         spec_of: Callable[[QuantScheme], GridSpec],
     ) -> None:
-        self._plan, self._schemes, self._spec_of = plan, schemes, spec_of
-        self._modules = {name: layer.get_submodule(name) for stage in plan for name in stage.linears}
+        self._units, self._schemes, self._spec_of = units, schemes, spec_of
+        self._modules = {name: layer.get_submodule(name) for unit in units for name in unit}
         self._errors: dict[str, list[Tensor]] = {}  # per scheme: Q - W [N, K]
         self._tokens = 0
-        self._sums = [[0.0] * len(schemes) for _ in plan]
+        self._sums = [[0.0] * len(schemes) for _ in units]
 
     def see_inputs(self, forward: Callable[[], object]) -> None:
         """Choose ranges by E[x^2], and keep each scheme's error."""
@@ -119,12 +118,17 @@ class _Probe:
             for handle in handles:
                 handle.remove()
         self._tokens += x.shape[0] * x.shape[1]
-        for sums, stage in zip(self._sums, self._plan, strict=True):
+        for sums, unit in zip(self._sums, self._units, strict=True):
+            called = [(*seen[name], name) for name in unit if name in seen]
             for i in range(len(self._schemes)):
-                change = x.new_zeros(x.shape[0])  # of log p, per window [B]
-                for inputs, grad, name in ((*seen[name], name) for name in stage.linears):
-                    change += ((inputs @ self._errors[name][i].T) * grad).sum((-1, -2))
-                sums[i] += float(change.square().sum()) / 2
+                changes: dict[int, Tensor] = {}  # of log p: per window [B], or per token of a routed expert
+                for number, (inputs, grad, name) in enumerate(called):
+                    change = (inputs @ self._errors[name][i].T).mul_(grad).sum(-1)
+                    if change.dim() == 2:
+                        changes[-1] = change.sum(-1) + changes.get(-1, 0)
+                    else:
+                        changes[number] = change
+                sums[i] += sum(float(change.square().sum()) for change in changes.values()) / 2
         return back.cpu()
 
     def losses(self) -> list[dict[QuantScheme, float]]:

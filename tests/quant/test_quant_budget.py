@@ -14,7 +14,6 @@ from turbomill.quant.budget import Unit, allocate, candidates
 from turbomill.quant.decoder import StreamedDecoder
 from turbomill.quant.grid import GridSpec, searched_grid
 from turbomill.quant.sensitivity import sensitivities
-from turbomill.quant.stages import plan_layer
 
 SCHEMES = [QuantScheme(3, 32, False), QuantScheme(4, 32, False), QuantScheme(8, 32, False)]
 
@@ -24,14 +23,14 @@ def test_a_sensitivity_predicts_the_kl_of_rounding_that_stage_alone(tmp_path):
     checkpoint = open_checkpoint(make_model(tmp_path / "m", torch.float32))
     arch = checkpoint.arch
     decoder = StreamedDecoder(checkpoint)
-    plan = plan_layer(arch, checkpoint.config, 0)
+    units = [fusion.parts for fusion in arch.fusions]
     ids = torch.randint(0, 256, (128, 24))
 
     def spec_of(scheme):
         return GridSpec(scheme, torch.float16)
 
-    found = sensitivities(decoder, ids.split(32), plan, SCHEMES, spec_of)
-    assert len(found) == 2 and all(len(layer) == len(plan) for layer in found)
+    found = sensitivities(decoder, ids.split(32), lambda _index: units, SCHEMES, spec_of)
+    assert len(found) == 2 and all(len(layer) == len(units) for layer in found)
     model = load_dense_model(checkpoint)
     with torch.no_grad():
         wanted = model(ids).logits.log_softmax(-1)
@@ -47,7 +46,7 @@ def test_a_sensitivity_predicts_the_kl_of_rounding_that_stage_alone(tmp_path):
         handle.remove()
     for (index, at), scheme in itertools.product([(0, 0), (0, 2), (1, 1), (1, 3)], SCHEMES[2:]):
         kept = {}
-        for name in plan[at].linears:
+        for name in units[at]:
             module = model.get_submodule(f"model.layers.{index}.{name}")
             kept[name] = module.weight.data.clone()
             importance = seen[f"model.layers.{index}.{name}"].reshape(-1, module.in_features).square().sum(0)
