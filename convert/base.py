@@ -58,6 +58,9 @@ class Checkpoint(ABC):
     def tensor(self, name: str) -> Tensor:
         """One tensor as stored. Raises CheckpointError when there is none."""
 
+    def release(self) -> None:  # noqa: B027  (most have nothing to let go)
+        """Let go of the memory of tensors that were looked at; what is still in use is read again."""
+
     @abstractmethod
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The checkpoint's tokenizer, with its chat template."""

@@ -124,6 +124,11 @@ class HfCheckpoint(Checkpoint):
             self._maps[file] = map_file(file)
         return view(self._maps[file], DTYPES[entry.dtype], entry.shape, entry.offset)
 
+    def release(self) -> None:
+        """Drop the mapped pages: they stay in the system's cache, and no longer count as this process's."""
+        for mapped in self._maps.values():
+            mapped.madvise(mmap.MADV_DONTNEED)
+
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """From the directory."""
         return load_tokenizer(self.path)

@@ -6,7 +6,6 @@ They publish q, k and v in one tensor, or a Llama's tensors under names of their
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,10 +16,11 @@ from turbomill.convert.linear import DenseLinear, Linear
 from turbomill.convert.models.base import Fusion, RunsAs
 from turbomill.convert.models.hf import parsed
 from turbomill.convert.store.fuse import fuse, reorder
+from turbomill.convert.wrapped import WrappedCheckpoint
 from turbomill.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig
 
 
 def runnable(checkpoint: Checkpoint) -> RunnableCheckpoint:
@@ -28,12 +28,12 @@ def runnable(checkpoint: Checkpoint) -> RunnableCheckpoint:
     return RunnableCheckpoint(checkpoint, checkpoint.arch.runs_as or RunsAs(checkpoint.arch))
 
 
-class RunnableCheckpoint(Checkpoint):
+class RunnableCheckpoint(WrappedCheckpoint):
     """What `published` holds, as the architecture `runs_as.arch` names it."""
 
     def __init__(self, published: Checkpoint, runs_as: RunsAs) -> None:
+        super().__init__(published)
         self.published, self.runs_as = published, runs_as
-        self.path = published.path
         self.config = runs_as.config(published.config)
         self.arch = runs_as.arch  # type: ignore[misc]
         self.format = published.format  # type: ignore[misc]
@@ -154,22 +154,6 @@ class RunnableCheckpoint(Checkpoint):
         """The other architecture's config."""
         own = self.arch.name == self.published.arch.name
         return self.published.hf_config() if own else parsed(self.config)
-
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        """As published."""
-        return self.published.tokenizer()
-
-    def generation_config(self) -> dict[str, object]:
-        """As published."""
-        return self.published.generation_config()
-
-    def copy_sidecars(self, dst: Path) -> None:
-        """As published."""
-        self.published.copy_sidecars(dst)
-
-    def weight_files(self) -> list[Path]:
-        """As published."""
-        return self.published.weight_files()
 
 
 def _rows(linear: Linear, rows: slice) -> Linear:

@@ -117,4 +117,5 @@ def check_finite(checkpoint: Checkpoint) -> None:
                     f"{checkpoint.path}: {name} holds {bad} NaN or inf values; "
                     "the file is damaged or the model diverged"
                 )
+            checkpoint.release()
             task.advance()

@@ -54,6 +54,11 @@ CALIBRATION = options(
         "--batch-size", default=0, show_default=True, help="Windows run together; 0: about 4,096 tokens."
     ),
     click.option("--seed", default=0, show_default=True, help="For --calib-dataset self."),
+    click.option(
+        "--spool/--no-spool",
+        default=None,
+        help="Keep the calibration activations on disk; by default when they need much of the free memory.",
+    ),
     DEVICE,
 )
 SCHEME = options(

@@ -68,27 +68,33 @@ class StreamedDecoder:
     @torch.no_grad()
     def embed(self, batches: Iterable[Tensor]) -> list[Tensor]:
         """What the first layer reads for each batch of ids int64 [B, T]: fp32 [B, T, H]."""
+        return list(self.embeddings(batches))
+
+    @torch.no_grad()
+    def embeddings(self, batches: Iterable[Tensor]) -> Iterator[Tensor]:
+        """The same, one batch at a time."""
         base = self._skeleton.get_decoder()
         kept = (base.layers, base.norm)
         seen: list[tuple[Tensor, dict[str, Any]]] = []
         base.layers = nn.ModuleList(_Recorder(seen) for _ in range(self.num_layers))
         base.norm = nn.Identity()
-        embedding = self._skeleton.get_input_embeddings()
-        empty = embedding.weight
-        embedding.weight = nn.Parameter(
-            self._checkpoint.tensor(self.arch.embedding).to(self.device, torch.float32), requires_grad=False
-        )
-        hidden = []
+        embedding: Any = self._skeleton.get_input_embeddings()
+        empty, padding = embedding.weight, embedding.padding_idx
+        # Of the table, the rows that occur: all of it in fp32 would be larger than a layer.
+        batches = list(batches)
+        used = torch.cat([ids.reshape(-1) for ids in batches]).unique()
+        table = self._checkpoint.tensor(self.arch.embedding)[used]
+        embedding.weight = nn.Parameter(table.to(self.device, torch.float32), requires_grad=False)
+        embedding.padding_idx = None  # only training asks for it
         try:
             for ids in batches:
                 seen.clear()
-                base(input_ids=ids.to(self.device), use_cache=False)
-                hidden.append(seen[0][0])
+                base(input_ids=torch.searchsorted(used, ids).to(self.device), use_cache=False)
                 self._kwargs.setdefault((ids.shape[0], ids.shape[1]), [kwargs for _, kwargs in seen])
+                yield seen[0][0]
         finally:
             base.layers, base.norm = kept
-            embedding.weight = empty
-        return hidden
+            embedding.weight, embedding.padding_idx = empty, padding
 
     def score_gradient(self, hidden: Tensor, generator: torch.Generator) -> Tensor:
         """The gradient of log p(y) by the last layer's output `hidden` fp32 [B, T, H], y drawn from p at each

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from turbomill.quant.activations import Activations
+
 
 class Expert(nn.Module):
     """A gated MLP: down(act(gate(x)) * up(x))."""
@@ -61,12 +63,10 @@ class Routed:
     model gives it at the same tokens.
     """
 
-    batches: list[tuple[Tensor, ...]]  # per batch: x [T, H], chosen [T, k], and perhaps x' [T, H]
+    chosen: list[Tensor]  # per batch [T, k]
+    inputs: tuple[Activations, ...]  # x, and perhaps x': per batch [T, H]
 
     def of(self, expert: int) -> tuple[Tensor, ...]:
         """The tokens for which `expert` is chosen, [n, H], and perhaps their x'."""
-        parts = [
-            tuple(x[(chosen == expert).any(-1)] for x in (inputs, *reference))
-            for inputs, chosen, *reference in self.batches
-        ]
-        return tuple(torch.cat(column) for column in zip(*parts, strict=True))
+        rows = [(chosen == expert).any(-1) for chosen in self.chosen]
+        return tuple(torch.cat([x[at] for x, at in zip(one, rows, strict=True)]) for one in self.inputs)

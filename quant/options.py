@@ -31,6 +31,7 @@ class QuantOptions:
     damping: float = 0.01  # GPTQ: share of the Hessian's mean diagonal
     correction_damping: float = 0.1  # of the correction for drifted inputs, likewise
     device: str = "auto"  # where calibration and the solvers run: cpu, cuda, cuda:1; auto: a GPU if there is
+    spool: bool | None = None  # calibration activations on disk; None: when they would not fit well in memory
     max_shard_bytes: int = 5 * 10**9
     overwrite: bool = False  # replace a work dir that this program did not write
 
@@ -61,7 +62,7 @@ class QuantOptions:
     def describe(self) -> dict[str, Any]:
         """What provenance records: everything that can change the result."""
         fields = asdict(self)
-        del fields["overwrite"], fields["max_shard_bytes"]
+        del fields["overwrite"], fields["max_shard_bytes"], fields["spool"]
         return fields
 
 

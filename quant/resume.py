@@ -6,7 +6,6 @@ written: that takes one forward pass a layer, no disk, and gives the bits of the
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from turbomill import console
 from turbomill.convert.checkpoint import Checkpoint
 from turbomill.convert.formats.base import WeightFormat
 from turbomill.convert.runnable import RunnableCheckpoint
+from turbomill.convert.wrapped import WrappedCheckpoint
 from turbomill.convert.writer import CheckpointWriter
 from turbomill.errors import CheckpointError
 from turbomill.quant.options import Method, QuantOptions
@@ -39,13 +39,14 @@ def identity(
     }
 
 
-class WrittenModel(Checkpoint):
+class WrittenModel(WrappedCheckpoint):
     """The tensors that a CheckpointWriter has taken so far, read from its unfinished shards."""
 
     def __init__(self, source: Checkpoint, writer: CheckpointWriter, form: WeightFormat) -> None:
-        self.path, self.config = writer.path, source.config
-        self.arch, self.format = source.arch, form  # type: ignore[misc]
-        self._source, self._writer = source, writer
+        super().__init__(source)
+        self.path = writer.path
+        self.format = form  # type: ignore[misc]
+        self._writer = writer
 
     def names(self) -> list[str]:
         """Those written."""
@@ -73,22 +74,6 @@ class WrittenModel(Checkpoint):
         """As written."""
         tensor = self.tensor(name)
         return tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), "row-major", tensor.nbytes
-
-    def tokenizer(self) -> Any:
-        """The source's."""
-        return self._source.tokenizer()
-
-    def generation_config(self) -> dict[str, Any]:
-        """The source's."""
-        return self._source.generation_config()
-
-    def copy_sidecars(self, dst: Path) -> None:
-        """The source's."""
-        self._source.copy_sidecars(dst)
-
-    def weight_files(self) -> list[Path]:
-        """None that are finished."""
-        return []
 
 
 def written_model(model: RunnableCheckpoint, writer: CheckpointWriter, form: WeightFormat) -> Checkpoint:

@@ -23,8 +23,10 @@ from turbomill.convert.runnable import runnable
 from turbomill.convert.staged import ResumableDirectory
 from turbomill.convert.writer import CheckpointWriter, write_json
 from turbomill.errors import UsageError
+from turbomill.quant.activations import choose
 from turbomill.quant.checks import MARKER, check_finite, check_run
 from turbomill.quant.decoder import StreamedDecoder
+from turbomill.quant.estimate import activation_bytes, estimate
 from turbomill.quant.export import ExportFormat, export_format, format_name, smallest_zero
 from turbomill.quant.grid import GridSpec
 from turbomill.quant.layer import LayerWork, round_weights
@@ -68,6 +70,7 @@ def quantize(
         work_dir, {**same, "calibration data": described and described["sha256"]}, options.overwrite
     )
     run = _Run(checkpoint, method, options, name, form, calibration)
+    logger.info("%s", estimate(checkpoint, calibration, RECIPES[method], options, device))
     config = {**checkpoint.config, "quantization_config": form.quantization_config()}
     try:
         with CheckpointWriter(work_dir, config, options.max_shard_bytes, staged) as writer:
@@ -164,9 +167,14 @@ class _Layers:
         # What the quantized layers give and, if the recipe corrects for the drift, the full-precision ones.
         self.streams: list[Stream] = []
         if run.calibration is not None:
-            batch = run.options.batch_of(run.calibration.length)
-            hidden = self.decoder.embed(run.calibration.batches(batch))
-            self.streams = [Stream(self.decoder, list(hidden)) for _ in range(1 + self.recipe.correct)]
+            batches = run.calibration.batches(run.options.batch_of(run.calibration.length))
+            count = 1 + self.recipe.correct
+            kept = choose(
+                activation_bytes(self.model, run.calibration, count), run.options.spool, writer.path
+            )
+            self.streams = [
+                Stream(self.decoder, self.decoder.embeddings(batches), kept) for _ in range(count)
+            ]
 
     def write(self, done: list[dict[str, Any]]) -> list[LayerRow]:
         """Copy what is not a decoder layer, then the layers; `done` are the parts already written."""
@@ -187,6 +195,7 @@ class _Layers:
                 elif finished < count:
                     self._replay(index)
                 task.advance()
+                self.model.release()
                 gc.collect()  # modules hold cycles; without this two layers' weights pile up
         return rows
 

@@ -88,8 +88,11 @@ def _quantize_experts(
     work: LayerWork, stage: ExpertsStage, streams: Sequence[Stream], recipe: Recipe, options: QuantOptions
 ) -> None:
     stream, *full = streams
-    calls = zip(*(one.calls(stage.module) for one in streams), strict=True)
-    routed = Routed([(call[0], call[1], *(other[0] for other in others)) for call, *others in calls])
+    routed = Routed([], tuple(one.activations() for one in streams))
+    for call, *others in zip(*(one.calls(stage.module) for one in streams), strict=True):
+        routed.chosen.append(call[1])
+        for kept, args in zip(routed.inputs, (call, *others), strict=True):
+            kept.append(args[0])
     few = []
     for expert in range(stage.count):
         tokens = routed.of(expert)  # x [n, H], and perhaps x' [n, H]

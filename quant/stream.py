@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
 
+from turbomill.quant.activations import Activations
 from turbomill.quant.decoder import StreamedDecoder
 from turbomill.quant.parallel import spread, workers
 
@@ -41,12 +42,20 @@ class Stream:
     attention is computed once: its last linear's inputs are remembered, and what follows starts from there.
     """
 
-    def __init__(self, decoder: StreamedDecoder, hidden: list[Tensor]) -> None:
+    def __init__(
+        self,
+        decoder: StreamedDecoder,
+        hidden: Iterable[Tensor],
+        activations: Callable[[], Activations] = Activations,
+    ) -> None:
         self._decoder = decoder
-        self.hidden = hidden
+        self.activations = activations
+        self.hidden = activations()
+        for batch in hidden:
+            self.hidden.append(batch)
         self._layer: nn.Module | None = None
         self._index = 0
-        self._attended: list[Tensor] = []  # per batch: what the attention's last linear reads
+        self._attended = activations()  # per batch: what the attention's last linear reads
 
     def enter(self, layer: nn.Module, index: int) -> None:
         """Begin with `layer`, the model's layer `index`, which the caller may change on the way."""
@@ -55,7 +64,7 @@ class Stream:
 
     def forget(self) -> None:
         """What the attention gives has changed: compute it again."""
-        self._attended = []
+        self._attended.clear()
 
     def inputs(self, name: str) -> Iterator[Tensor]:
         """The inputs [B, T, K] of the layer's module `name`, batch by batch."""
@@ -80,7 +89,8 @@ class Stream:
             finally:
                 handle.remove()
             if keep:
-                self._attended += [args[0] for args in batch]
+                for args in batch:
+                    self._attended.append(args[0])
             yield from batch
 
     def submodule(self, name: str) -> Any:
@@ -93,7 +103,8 @@ class Stream:
         step = workers(self._decoder.device)
         for start in range(0, len(self.hidden), step):
             batch = range(start, min(start + step, len(self.hidden)))
-            self.hidden[start : start + step] = [output for (output,) in self._run(batch, None)]
+            for index, (output,) in zip(batch, self._run(batch, None), strict=True):
+                self.hidden[index] = output
         self._layer = None
         self.forget()
 

@@ -1,0 +1,112 @@
+"""What a run will take, said before it begins: from the model's shapes and two measured speeds."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from turbomill.calib_data import Windows
+from turbomill.convert.checkpoint import Checkpoint
+from turbomill.quant.options import QuantOptions
+from turbomill.quant.recipe import Recipe
+
+BASE = 500e6  # Python, torch and transformers
+STEPS = 20  # candidates of a range or scale search
+PROBE = 1024  # side of the matrices that are multiplied to measure
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes and seconds, to within a factor of about two."""
+
+    seconds: float
+    memory: float
+    disk: float
+
+    def __str__(self) -> str:
+        time_text = f"{self.seconds / 60:.0f} min" if self.seconds > 90 else f"{self.seconds:.0f} s"
+        return (
+            f"about {time_text}, {self.memory / 1e9:.1f} GB of memory, {self.disk / 1e9:.2f} GB written "
+            "(an estimate; the first layers tell more)"
+        )
+
+
+def activation_bytes(checkpoint: Checkpoint, windows: Windows, streams: int) -> int:
+    """What the hidden states of all calibration tokens take, with what the attention is remembered by."""
+    arch, config = checkpoint.arch, checkpoint.config
+    attended, _ = arch.linear_shapes(config)[arch.attention_output]
+    return 4 * windows.ids.numel() * (int(config["hidden_size"]) + attended) * streams
+
+
+def estimate(
+    checkpoint: Checkpoint,
+    windows: Windows | None,
+    recipe: Recipe,
+    options: QuantOptions,
+    device: torch.device,
+) -> Estimate:
+    """For the whole model, whose layers are all taken to be like the last."""
+    arch, config = checkpoint.arch, checkpoint.config
+    shapes = arch.linear_shapes(config)
+    names = arch.linears_of(config, arch.num_layers(config) - 1)
+    layer = sum(prod(shapes[name]) for name in names)
+    scheme = options.scheme
+    total = sum(prod(shapes[n]) for i in range(arch.num_layers(config)) for n in arch.linears_of(config, i))
+    others = sum(prod(shape) for shape in arch.other_weights(config).values()) * checkpoint.dtype.itemsize
+    disk = total * scheme.bits_per_weight / 8 + others
+    flops_rate, touch_rate = _speeds(device)
+    largest = max(prod(shapes[name]) for name in names)
+    memory = BASE + 4 * layer + 12 * largest
+    touched = layer * 8.0  # rounding and packing
+    flops = 0.0
+    if windows is not None:
+        streams, tokens = 1 + recipe.correct, windows.ids.numel()
+        inputs = {shapes[name][0] for name in names}
+        stacked = _stacked(arch.fusions_of(config, arch.num_layers(config) - 1), shapes)
+        active = layer * _active_share(checkpoint, names)
+        flops += streams * 2 * tokens * active * 2.2  # the attention's stages run anew up to each linear
+        flops += sum(2 * tokens * k * k * streams for k, _n in stacked)
+        if recipe.solve:
+            flops += sum(2 * n * k * k + 2 * k**3 for k, n in stacked)
+        if recipe.scale:
+            flops += sum(2 * n * k * k * (STEPS + 2) for k, n in stacked)
+        touched += layer * STEPS * 12.0
+        kept = 0 if options.spool else activation_bytes(checkpoint, windows, streams)
+        batch = options.batch_of(windows.length) * windows.length
+        width = max(n for _k, n in stacked) + 3 * int(config["hidden_size"])
+        memory += kept + 4 * layer * (streams - 1) + 16 * max(inputs) ** 2 + 4 * batch * width * 2
+    seconds = arch.num_layers(config) * (flops / flops_rate + touched / touch_rate)
+    return Estimate(seconds + total * 2 / touch_rate, memory, disk)
+
+
+def _stacked(fusions, shapes: dict[str, tuple[int, int]]) -> list[tuple[int, int]]:
+    """(K, N) of each stage; experts as their linears one by one would be, on a share of the tokens."""
+    return [
+        (shapes[fusion.names()[0]][0], sum(shapes[name][1] for name in fusion.names())) for fusion in fusions
+    ]
+
+
+def _active_share(checkpoint: Checkpoint, names: tuple[str, ...]) -> float:
+    """The share of a layer's weights that a token meets."""
+    experts = checkpoint.arch.num_experts(checkpoint.config)
+    if not experts:
+        return 1.0
+    chosen = int(checkpoint.arch.model_config(checkpoint.config)["experts_per_token"])
+    return min(1.0, chosen / experts + 0.1)
+
+
+def _speeds(device: torch.device) -> tuple[float, float]:
+    """Measured in a moment: floating-point operations a second, and elements that a simple pass touches."""
+    a = torch.rand(PROBE, PROBE, device=device)
+    best_product = best_pass = float("inf")
+    for _ in range(3):
+        start = time.perf_counter()
+        float((a @ a)[0, 0])
+        best_product = min(best_product, time.perf_counter() - start)
+        start = time.perf_counter()
+        float(a.div(1.5).round_().clamp_(0, 15)[0, 0])
+        best_pass = min(best_pass, time.perf_counter() - start)
+    return 2 * PROBE**3 / best_product, 3 * PROBE**2 / best_pass
