@@ -269,13 +269,17 @@ def serve(
 )
 @click.option("--json", "as_json", is_flag=True, help="Print where the report is, as JSON.")
 def report(runs: tuple[Path, ...], output: Path | None, as_json: bool) -> None:
-    """Render runs (directories with run.json) as one HTML page, with Markdown beside it."""
+    """Render runs (directories with run.json) as one HTML page, with Markdown beside it.
+
+    A RUN may also be a checkpoint that `turbomill lite` wrote: its table of linears becomes part of the page.
+    """
     from turbomill import console
+    from turbomill.reports.quant_log import is_quantization, load_quantization
     from turbomill.reports.render import write_report
     from turbomill.reports.runs import load_run
 
     console.setup_logging()
-    loaded = [load_run(path) for path in runs]
+    loaded = [load_quantization(path) if is_quantization(path) else load_run(path) for path in runs]
     first = runs[0] if runs[0].is_dir() else runs[0].parent
     html, markdown = write_report(loaded, output or first / "report.html")
     if as_json:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = 1
 RUN_FILE = "run.json"
-Kind = Literal["ppl", "kv", "bench_engine", "bench_serve", "demo"]
+Kind = Literal["ppl", "kv", "bench_engine", "bench_serve", "demo", "quantize"]
 
 
 class Record(BaseModel):
@@ -94,6 +94,20 @@ class Variant(Record):
     kv: dict[str, KvPolicy]
 
 
+class LayerResult(Record):
+    """What quantization did to one linear: a row of `turbomill lite`'s quant_log.csv."""
+
+    layer: int
+    linear: str
+    method: str
+    weight_error: float
+    rtn_loss: float | None
+    loss: float | None
+    fallback: bool
+    seconds: float
+    tokens: int | None
+
+
 class Run(Record):
     """Everything one command measured. Which lists are filled depends on `kind`."""
 
@@ -109,6 +123,7 @@ class Run(Record):
     policies: list[KvPolicy] = []
     engine: list[Speed] = []
     serve: list[dict[str, Any]] = []  # fields of `vllm bench serve`
+    layers: list[LayerResult] = []
     question: str | None = None
     answer: str | None = None
     provenance: dict[str, Any]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from turbomill.reports.quant_log import sentence
 from turbomill.reports.runs import KvPolicy, Run, Variant
 from turbomill.reports.tables import kl_text, number, percent
 
@@ -14,6 +15,8 @@ def summarize_runs(runs: Sequence[Run]) -> list[str]:
     for run in runs:
         if run.status == "failed":
             continue
+        if run.layers:
+            lines.append(sentence(run))
         lines += _variants(run.variants)
         if run.score is not None and run.model is not None:
             lines.append(_score(run))

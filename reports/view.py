@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from turbomill.reports.plots import Plot, quality_speed, size_quality
+from turbomill.reports.quant_log import COLUMNS as LAYER_COLUMNS
+from turbomill.reports.quant_log import NOTE as LAYER_NOTE
+from turbomill.reports.quant_log import layer_rows
 from turbomill.reports.runs import Run, Variant
 from turbomill.reports.summary import summarize_runs
 from turbomill.reports.tables import (
@@ -58,6 +61,7 @@ class ReportView:
     plots: list[Plot]
     kv_tables: list[TableView]
     speed_tables: list[TableView]
+    layer_tables: list[TableView]
     dialogues: list[tuple[str, str]]
     runs: list[RunView]
 
@@ -81,6 +85,7 @@ def report_view(runs: Sequence[Run], title: str = "Turbomill report") -> ReportV
         plots=plots,
         kv_tables=_kv_tables(runs, variants),
         speed_tables=[table for run in runs for table in _speed_tables(run)],
+        layer_tables=[_layer_table(run) for run in runs if run.layers],
         dialogues=[(run.question, run.answer) for run in runs if run.question and run.answer is not None],
         runs=[_run_view(number + 1, run) for number, run in enumerate(runs)],
     )
@@ -150,6 +155,11 @@ def _speed_tables(run: Run) -> list[TableView]:
         rows = tuple(latency_rows(load))
         tables.append(TableView(f"Server, {load['model_id']}", note, LATENCY_COLUMNS, rows))
     return tables
+
+
+def _layer_table(run: Run) -> TableView:
+    title = f"Linears, {run.provenance.get('method', 'quantized')}"
+    return TableView(title, LAYER_NOTE, LAYER_COLUMNS, tuple(layer_rows(run.layers)))
 
 
 def _run_view(index: int, run: Run) -> RunView:
