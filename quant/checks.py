@@ -11,6 +11,7 @@ from turbomill import console
 from turbomill.calib_data import check_name
 from turbomill.convert.checkpoint import Checkpoint
 from turbomill.convert.formats.base import WeightFormat
+from turbomill.convert.padded import PaddedCheckpoint, padded_sizes
 from turbomill.convert.store.check import IGNORED
 from turbomill.errors import CheckpointError, UsageError
 from turbomill.quant.export import check_bits, export_format, format_name
@@ -77,14 +78,26 @@ def check_shapes(checkpoint: Checkpoint, form: WeightFormat, options: QuantOptio
     shapes = {name: shape for name, shape in arch.linear_shapes(config).items() if name in names}
     ragged = [f"{name} K={k}" for name, (k, _n) in shapes.items() if k % options.group]
     if ragged:
-        works = [str(g) for g in GROUPS if all(k % g == 0 for k, _n in shapes.values())]
+        works = [f"--w-group-size {g}" for g in GROUPS if all(k % g == 0 for k, _n in shapes.values())]
+        again = arch.linear_shapes({**config, **padded_sizes(config, options.group)})
+        if all(again[name][0] % options.group == 0 for name in shapes):
+            works.append("--pad (zeros in the MLPs, which change no result)")
         raise UsageError(
-            f"--w-group-size {options.group}: does not divide {_some(ragged)}; "
-            f"for this model {'use ' + ' or '.join(works) if works else 'no group of 128, 64 or 32 works'}"
+            f"--w-group-size {options.group}: does not divide {_some(ragged)}; for this model "
+            + (f"use {' or '.join(works)}" if works else f"none of {', '.join(map(str, GROUPS))} does")
         )
     uneven = [f"{name}: {wrong}" for name, (k, n) in shapes.items() if (wrong := form.misfit(name, k, n))]
     if uneven:
         raise UsageError(f"--format {form.name}: {_some(uneven)}; use --format compressed-tensors")
+
+
+def padded(checkpoint: Checkpoint, group: int) -> Checkpoint:
+    """The checkpoint with the inner sizes of its MLPs rounded up to whole groups."""
+    check_dense(checkpoint)
+    found = PaddedCheckpoint(checkpoint, group)
+    for key, size in found.sizes.items():
+        logger.info("%s: %d is padded to %d with zeros", key, checkpoint.config[key], size)
+    return found
 
 
 def _some(problems: list[str], most: int = 12) -> str:

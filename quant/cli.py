@@ -66,6 +66,9 @@ SCHEME = options(
     click.option("--w-group-size", default=128, show_default=True, help="Input channels that share a scale."),
     click.option("--w-sym", "--sym", is_flag=True, help="Symmetric grids, without zeros."),
     click.option(
+        "--pad", is_flag=True, help="Pad MLPs with zeros where the group does not divide their inner size."
+    ),
+    click.option(
         "--format",
         type=click.Choice(["awq", "gptq", "gptq_v2", "compressed-tensors"]),
         help="Format of the checkpoint; by default awq for auto_awq, gptq for the others.",

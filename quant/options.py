@@ -21,6 +21,7 @@ class QuantOptions:
     bits: int = 4
     group: int = 128
     symmetric: bool = False
+    pad: bool = False  # the inner size of MLPs with zeros, to whole groups
     format: str = ""  # of the checkpoint: awq, gptq, gptq_v2, compressed-tensors; empty: the method's
     calib_dataset: str = "builtin"
     calib_samples: int = 128

@@ -24,7 +24,7 @@ from turbomill.convert.staged import ResumableDirectory
 from turbomill.convert.writer import CheckpointWriter, write_json
 from turbomill.errors import UsageError
 from turbomill.quant.activations import choose
-from turbomill.quant.checks import MARKER, check_finite, check_run
+from turbomill.quant.checks import MARKER, check_finite, check_run, padded
 from turbomill.quant.decoder import StreamedDecoder
 from turbomill.quant.estimate import activation_bytes, estimate
 from turbomill.quant.export import ExportFormat, export_format, format_name, smallest_zero
@@ -58,6 +58,8 @@ def quantize(
         raise UsageError(f"method {method}: expected one of {', '.join(METHODS)}")
     work_dir = Path(work_dir)
     checkpoint = open_checkpoint(model)
+    if options.pad:
+        checkpoint = padded(checkpoint, options.group)
     check_run(checkpoint, work_dir, method, options)
     device, name = device_of(options.device), format_name(options.format, method)
     form = export_format(name, options.scheme, checkpoint)
@@ -182,6 +184,7 @@ class _Layers:
         if not done:
             for name in others:
                 self.writer.add(name, self.run.checkpoint.tensor(name))
+                self.model.release()
             self.writer.commit({"rows": []})
         rows = [LayerRow(**row) for part in done for row in part["rows"]]
         finished, count = max(len(done) - 1, 0), self.decoder.num_layers

@@ -3,6 +3,7 @@
 import csv
 import json
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -265,8 +266,33 @@ def test_group_that_does_not_divide_lists_all_and_what_works(tmp_path, text_file
     with pytest.raises(UsageError) as caught:
         quantize(path, tmp_path / "out", "awq", options_of(text_file, group=128))
     message = str(caught.value)
-    assert all(f"{name} K=" in message for name in LINEARS) and message.endswith("use 32")
+    assert all(f"{name} K=" in message for name in LINEARS) and message.endswith("use --w-group-size 32")
     assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("method", "form"), [("awq", "awq"), ("gptq", "gptq_v2"), ("rtn", "compressed-tensors")]
+)
+def test_padding_makes_the_group_divide(tmp_path, text_file, method, form):
+    """K = 152 in groups of 64: named beforehand, with what works; padded, the result is that of the model."""
+    path = make_model(tmp_path / "m", inter=152, hidden=128)
+    options = options_of(text_file, group=64, format=form, bits=4 if form == "awq" else 8)
+    with pytest.raises(UsageError, match=r"does not divide mlp\.down_proj K=152; .* use --pad"):
+        quantize(path, tmp_path / "out", method, options)
+    options = replace(options, pad=True)
+    quantize(path, tmp_path / "out", method, options)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["intermediate_size"] == 192
+    name = "model.layers.1.mlp.down_proj"
+    checkpoint = open_checkpoint(tmp_path / "out")
+    decoded = decode(tmp_path / "out", name, options)
+    assert decoded.shape == (128, 192) and not decoded[:, 152:].any()
+    ids = checkpoint.tokenizer()(text_file.read_text()[:200], return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        full, small = (load_dense_model(open_checkpoint(p))(ids).logits for p in (path, tmp_path / "out"))
+    assert (full - small).square().mean() < 0.3 * full.var()
+    store = convert_checkpoint(tmp_path / "out", tmp_path / "store")
+    assert store.model["intermediate_size"] == 192
 
 
 @pytest.mark.parametrize(
