@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from turbomill import console
 from turbomill.calib_data import check_name
@@ -21,6 +22,7 @@ logger = logging.getLogger("turbomill.quant")
 
 MARKER = "turbomill.json"
 GROUPS = (128, 64, 32)
+FINITE_PIECE = 2**24  # elements looked at together
 
 
 def check_run(checkpoint: Checkpoint, work_dir: Path, method: Method, options: QuantOptions) -> None:
@@ -123,8 +125,7 @@ def check_finite(checkpoint: Checkpoint) -> None:
     with console.progress("checking weights", len(names)) as task:
         for name in names:
             tensor = checkpoint.tensor(name)
-            # A sum in fp64 is finite exactly when all of it is: no mask to allocate.
-            if tensor.is_floating_point() and not bool(torch.isfinite(tensor.sum(dtype=torch.float64))):
+            if tensor.is_floating_point() and not _all_finite(tensor):
                 bad = int((~torch.isfinite(tensor)).sum())
                 raise CheckpointError(
                     f"{checkpoint.path}: {name} holds {bad} NaN or inf values; "
@@ -132,3 +133,9 @@ def check_finite(checkpoint: Checkpoint) -> None:
                 )
             checkpoint.release()
             task.advance()
+
+
+def _all_finite(tensor: Tensor) -> bool:
+    """A sum in fp64 is finite exactly when all of it is. In pieces: the cast takes memory."""
+    pieces = tensor.reshape(-1).split(FINITE_PIECE)
+    return all(bool(torch.isfinite(piece.sum(dtype=torch.float64))) for piece in pieces)

@@ -59,7 +59,8 @@ def estimate(
     disk = total * scheme.bits_per_weight / 8 + others
     flops_rate, touch_rate = _speeds(device)
     largest = max(prod(shapes[name]) for name in names)
-    memory = BASE + 4 * layer + 12 * largest
+    # The layer mapped and in fp32, its codes in fp32, and what rounding the largest linear takes.
+    memory = BASE + (checkpoint.dtype.itemsize + 8) * layer + 16 * largest
     touched = layer * 8.0  # rounding and packing
     flops = 0.0
     if windows is not None:
