@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from turbomill.convert.checkpoint import Checkpoint
 from turbomill.convert.formats.base import WeightFormat
 from turbomill.convert.store.check import IGNORED
 from turbomill.errors import CheckpointError, UsageError
+from turbomill.quant.budget import candidates
 from turbomill.quant.export import check_bits, export_format, format_name
 from turbomill.quant.options import Method, QuantOptions
 
@@ -26,7 +28,9 @@ def check_run(checkpoint: Checkpoint, work_dir: Path, method: Method, options: Q
     """Raise for options this model or format cannot take, an unknown data set, or a work dir that is not
     ours."""
     check_dense(checkpoint)
-    name = format_name(options.format, method)
+    name = format_name(options.format, method, bool(options.budget))
+    if options.budget:
+        candidates(options.scheme, [k for k, _n in _shapes(checkpoint).values()], options.budget)
     check_bits(name, options.bits)
     check_shapes(checkpoint, export_format(name, options.scheme, checkpoint), options)
     if method != "rtn":
@@ -72,9 +76,7 @@ def check_dense(checkpoint: Checkpoint) -> None:
 def check_shapes(checkpoint: Checkpoint, form: WeightFormat, options: QuantOptions) -> None:
     """Raise UsageError listing every linear whose K the group does not divide, or that the format cannot
     pack."""
-    arch, config = checkpoint.arch, checkpoint.config
-    names = {name for index in range(arch.num_layers(config)) for name in arch.linears_of(config, index)}
-    shapes = {name: shape for name, shape in arch.linear_shapes(config).items() if name in names}
+    shapes = _shapes(checkpoint)
     ragged = [f"{name} K={k}" for name, (k, _n) in shapes.items() if k % options.group]
     if ragged:
         works = [str(g) for g in GROUPS if all(k % g == 0 for k, _n in shapes.values())]
@@ -85,6 +87,27 @@ def check_shapes(checkpoint: Checkpoint, form: WeightFormat, options: QuantOptio
     uneven = [f"{name}: {wrong}" for name, (k, n) in shapes.items() if (wrong := form.misfit(name, k, n))]
     if uneven:
         raise UsageError(f"--format {form.name}: {_some(uneven)}; use --format compressed-tensors")
+
+
+def with_group(checkpoint: Checkpoint, options: QuantOptions) -> QuantOptions:
+    """The options with a group for the automatic one: the largest usual one that divides every K."""
+    if options.group:
+        return options
+    ks = [k for k, _n in _shapes(checkpoint).values()]
+    found = next((group for group in GROUPS if all(k % group == 0 for k in ks)), 0)
+    if not found:
+        raise UsageError(
+            f"--w-group-size: none of {', '.join(map(str, GROUPS))} divides every linear's K; "
+            "give one that does"
+        )
+    return replace(options, group=found)
+
+
+def _shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, int]]:
+    """(K, N) of each kind of linear that some layer has."""
+    arch, config = checkpoint.arch, checkpoint.config
+    names = {name for index in range(arch.num_layers(config)) for name in arch.linears_of(config, index)}
+    return {name: shape for name, shape in arch.linear_shapes(config).items() if name in names}
 
 
 def _some(problems: list[str], most: int = 12) -> str:
