@@ -13,7 +13,7 @@ GPU_ARCH   ?= 80;90a
 GPU_BUILD  := build/gpu
 GPU_PYTEST ?=
 
-.PHONY: install demo test lint format bench clean cuda-check gpu-build gpu-check bench-gpu
+.PHONY: install demo test lint format bench clean cuda-check gpu-build gpu-check bench-gpu tune-gpu
 
 install: $(BUILT)
 
@@ -85,6 +85,11 @@ gpu-check: gpu-build
 
 bench-gpu: gpu-build
 	PYTHONPATH=src $(GPU_PYTHON) -m turbomill.reports.bench_gpu
+
+# Times the plans of the fused 4-bit kernels, writes their table, and builds with it.
+tune-gpu: gpu-build
+	PYTHONPATH=src $(GPU_PYTHON) -m turbomill.reports.bench_gpu.tune
+	$(MAKE) gpu-build
 
 clean:
 	rm -rf build $(VENV) demo

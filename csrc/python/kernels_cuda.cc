@@ -77,11 +77,11 @@ Floats dense_linear(const Floats& x, const Floats& w, const Floats& bias, const 
     return y.array({rows, n});
 }
 
-// `way`: "in_place", "as_dense", or "" for the one that the engine takes.
+// `way`: "in_place", "as_dense", "fused" with `plan`, or "" for the one that the engine takes.
 Floats w4_linear(const Floats& x, const Bytes& codes, const Bits16& scales,
                  const std::optional<Bits16>& zeros, int n, int k, const Floats& bias,
                  const std::string& dtype, const std::string& scale_dtype, const std::string& out_dtype,
-                 const std::string& way) {
+                 const std::string& way, const std::optional<PlanTuple>& plan) {
     const DType type = parse_dtype(dtype), out = parse_dtype(out_dtype);
     require(codes.ndim() == 5 && scales.ndim() == 3,
             "codes must be [N/64, K/64, 4, 32, 16], scales [N/64, G, 64]");
@@ -109,6 +109,10 @@ Floats w4_linear(const Floats& x, const Bytes& codes, const Bits16& scales,
         run.w4_in_place(linear, input.as<void>(), rows, y.as<void>(), out);
     } else if (way == "as_dense") {
         run.w4_as_dense(linear, input.as<void>(), rows, y.as<void>(), out);
+    } else if (way == "fused") {
+        require(plan && cuda::w4_fused_fits(type, linear.w4, input.as<void>()),
+                "the fused kernels do not fit here, or there is no plan");
+        run.w4_fused(linear, input.as<void>(), rows, y.as<void>(), out, plan_of(*plan));
     } else {
         run(linear, input.as<void>(), rows, y.as<void>(), out);
     }
@@ -272,7 +276,7 @@ void register_kernels_cuda(py::module_& parent) {
           py::arg("out_dtype"));
     m.def("w4_linear", &w4_linear, py::arg("x"), py::arg("codes"), py::arg("scales"), py::arg("zeros"),
           py::arg("n"), py::arg("k"), py::arg("bias") = none, py::arg("dtype"), py::arg("scale_dtype"),
-          py::arg("out_dtype"), py::arg("way") = "");
+          py::arg("out_dtype"), py::arg("way") = "", py::arg("plan") = py::none());
     m.def("attention", &attention, py::arg("qkv"), py::arg("num_heads"), py::arg("num_kv_heads"),
           py::arg("head_dim"), py::arg("context"), py::arg("block_len") = 64, py::arg("quant_policy") = 0,
           py::arg("cache_dtype"), py::arg("dtype"), py::arg("inv_freq") = std::vector<float>(),

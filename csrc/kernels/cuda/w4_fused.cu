@@ -1,0 +1,71 @@
+// Launching the fused kernels: the tensor map of x, and whether they run here at all.
+#include "kernels/cuda/w4_fused.h"
+
+#include <atomic>
+#include <string>
+
+#include "kernels/cuda/types.cuh"
+
+namespace turbomill::cuda {
+namespace {
+
+// The driver's function, found through the runtime: nothing links to the driver.
+PFN_cuTensorMapEncodeTiled_v12000 map_encoder() {
+    static const auto function = [] {
+        void* found = nullptr;
+        cudaDriverEntryPointQueryResult status{};
+        check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &status),
+              "looking for cuTensorMapEncodeTiled");
+        if (status != cudaDriverEntryPointSuccess) throw CudaError("the driver has no cuTensorMapEncodeTiled");
+        return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(found);
+    }();
+    return function;
+}
+
+// x [rows, K] as boxes of 64 columns and `tokens` rows, each row of a box 128 bytes, swizzled.
+CUtensorMap input_map(DType type, const void* x, int rows, int k, int tokens) {
+    CUtensorMap map;
+    const cuuint64_t sizes[2] = {cuuint64_t(k), cuuint64_t(rows)}, strides[1] = {cuuint64_t(k) * 2};
+    const cuuint32_t box[2] = {64, cuuint32_t(tokens)}, steps[2] = {1, 1};
+    const CUresult status = map_encoder()(
+        &map, type == DType::F16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2,
+        const_cast<void*>(x), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+        CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    if (status != CUDA_SUCCESS)
+        throw CudaError("cuTensorMapEncodeTiled failed with " + std::to_string(int(status)));
+    return map;
+}
+
+}  // namespace
+
+bool w4_fused_fits(DType type, const W4View& w, const void* x) {
+    // The copy engine wants rows of x at multiples of 16 bytes; scales meet codes in the type of x; two tiles of
+    // K lie in one group or each in groups of its own.
+    if (w.group != 32 && w.group != 64 && w.group % 128 && w.groups != 1) return false;
+    return w.bf16_params == (type == DType::BF16) && w.k % 8 == 0 && reinterpret_cast<uintptr_t>(x) % 16 == 0 &&
+           w4_fused_runs();
+}
+
+void w4_fused(DType type, DType out, const W4View& w, const void* x, const float* bias, void* y, int rows,
+              const W4Plan& plan, int multiprocessors, bool overlap, cudaStream_t stream) {
+    if (rows == 0) return;
+    FusedJob job{};
+    job.w = w;
+    job.bias = bias;
+    job.y = y;
+    job.out_fp32 = out == DType::F32;
+    job.rows = rows;
+    job.n_blocks = blocks_for(w.n, 64 * plan.kernel.warpgroups);
+    job.m_tiles = blocks_for(rows, plan.kernel.tokens);
+    job.splits = plan.splits;
+    job.direct = plan.splits == 1 && !job.out_fp32;
+    if (plan.splits < 1 || plan.splits > 8 || plan.splits > (w.k_tiles + 1) / 2)
+        throw std::invalid_argument("w4_fused: K cannot be split into " + std::to_string(plan.splits));
+    const CUtensorMap map = input_map(type, x, rows, w.k, plan.kernel.tokens);
+    with_half_type(type, [&]<class T>() {
+        if (!launch_fused<T>(plan, map, job, multiprocessors, overlap, stream))
+            throw std::invalid_argument("w4_fused: no kernel for this plan");
+    });
+}
+
+}  // namespace turbomill::cuda
