@@ -42,10 +42,11 @@ std::vector<uint16_t> random_halves(size_t count, DType type, float low, float h
 // Fills device memory with repetitions of `pattern`.
 template <class T>
 void fill(const DeviceMemory& memory, const std::vector<T>& pattern) {
-    const size_t bytes = pattern.size() * sizeof(T);
-    for (size_t at = 0; at < memory.bytes(); at += bytes)
-        check(cudaMemcpy(memory.as<uint8_t>() + at, pattern.data(), std::min(bytes, memory.bytes() - at),
-                         cudaMemcpyHostToDevice),
+    const size_t bytes = std::min(pattern.size() * sizeof(T), memory.bytes());
+    check(cudaMemcpy(memory.as(), pattern.data(), bytes, cudaMemcpyHostToDevice), "filling");
+    for (size_t at = bytes; at < memory.bytes(); at += bytes)
+        check(cudaMemcpy(memory.as<uint8_t>() + at, memory.as(), std::min(bytes, memory.bytes() - at),
+                         cudaMemcpyDeviceToDevice),
               "filling");
 }
 

@@ -1,4 +1,4 @@
-"""`make tune-gpu`: time the plans of the fused 4-bit kernels and write the fastest into the table they ship with.
+"""`make tune-gpu`: time the plans of the fused 4-bit kernels and write the fastest into their table.
 
 The table is compiled in: build again afterwards (the Makefile does).
 """
@@ -42,7 +42,7 @@ def read_table(path: Path) -> dict[tuple[int, int, int], str]:
 
 def write_table(path: Path, entries: dict[tuple[int, int, int], str], device: str) -> None:
     """The whole table, in the order in which it is searched."""
-    head = f"// Written by `make tune-gpu` on {device}: {{n, k, rows, {{{{warpgroups, tokens, blocks}}, splits}}}}."
+    head = f"// By `make tune-gpu`, on {device}: {{n, k, rows, {{{{warpgroups, tokens, blocks}}, splits}}}}."
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text("\n".join([head, *(entries[key] for key in sorted(entries))]) + "\n")
     partial.replace(path)

@@ -57,20 +57,20 @@ __device__ inline void barrier_wait(unsigned barrier, unsigned parity) {
         : "memory");
 }
 
-// Consecutive bytes, a multiple of 16, to shared memory; `barrier` counts them in.
-__device__ inline void copy_bulk(unsigned shared, const void* global, unsigned bytes, unsigned barrier) {
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-            shared),
-        "l"(global), "r"(bytes), "r"(barrier)
-        : "memory");
-}
 // A box of a two-dimensional tensor; what lies outside of the tensor arrives as zeros, and counts.
 __device__ inline void copy_box(unsigned shared, const CUtensorMap& map, int x, int y, unsigned barrier) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], "
         "[%4];" ::"r"(shared),
         "l"(&map), "r"(x), "r"(y), "r"(barrier)
+        : "memory");
+}
+// Of a three-dimensional one.
+__device__ inline void copy_box(unsigned shared, const CUtensorMap& map, int x, int y, int z, unsigned barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], "
+        "[%5];" ::"r"(shared),
+        "l"(&map), "r"(x), "r"(y), "r"(z), "r"(barrier)
         : "memory");
 }
 __device__ inline void prefetch_map(const CUtensorMap& map) {

@@ -7,44 +7,9 @@
 // order through each other's shared memory: no workspace, and the same bits every time.
 #pragma once
 
-#include "kernels/cuda/mma.cuh"
-#include "kernels/cuda/w4_fragment.cuh"
-#include "kernels/cuda/w4_fused.h"
-#include "kernels/cuda/wgmma.cuh"
+#include "kernels/cuda/w4_fused_products.cuh"
 
 namespace turbomill::cuda {
-
-// Sizes of a kernel for `Groups` warpgroups of 64 rows and `Tokens` tokens, `Blocks` to a multiprocessor.
-template <int Groups, int Tokens, int Blocks>
-struct FusedSizes {
-    static constexpr int kRows = 64 * Groups;
-    // Where accumulators fill the registers, a whole warpgroup stands by the copying warp, to hand its own on.
-    static constexpr bool kHandsOn = Groups * Tokens >= 512;
-    static constexpr int kThreads = 128 * Groups + (kHandsOn ? 128 : 32);
-    static constexpr int kCopyRegisters = Groups == 2 ? 40 : 32, kProductRegisters = Groups == 2 ? 232 : 112;
-
-    // A stage of the ring: tiles of 64 of K.
-    static constexpr int kTiles = Tokens <= 64 && Groups * Blocks <= 6 ? 2 : 1;
-    static constexpr int kInput = Tokens * 128;              // bytes of x, of a tile
-    static constexpr int kCodes = kTiles * 2048;             // of codes, of 64 rows of N
-    static constexpr int kParams = kTiles * 256;             // of scales, and as many of zeros, likewise
-    static constexpr int kStage = kTiles * kInput + Groups * (kCodes + 2 * kParams);
-    // Codes become fragments and are multiplied in two steps a stage: while one runs, the next is made.
-    static constexpr int kStepWords = 2 * kTiles;
-
-    // Results on their way out: a warpgroup's, kPiece tokens at a time.
-    static constexpr int kPiece = Tokens < 64 ? Tokens : 64, kPieceStride = 72;
-    static constexpr int kOut = Groups * kPiece * kPieceStride * 2;
-    static constexpr int kSumStride = kRows + 4;           // of a token's fp32 sums: no two lanes meet in a bank
-    static constexpr int kSums = Tokens * kSumStride * 4;  // in the ring's place
-
-    static constexpr int kBudget = (Blocks == 1 ? 227 : 113) * 1024 - 1024 - 512;
-    static constexpr int kFit = (kBudget - kOut) / kStage;
-    static constexpr int kStages = kFit > 12 ? 12 : kFit;
-    static constexpr int kRing = kStages * kStage > kSums ? kStages * kStage : kSums;
-    static constexpr int kShared = kRing + kOut + 1024;  // the ring begins at a multiple of 1024
-    static_assert(kStages >= 3 && kRing + kOut <= kBudget);
-};
 
 // A thread block's tiles, and its part of K.
 struct FusedWork {
@@ -69,77 +34,44 @@ struct FusedWork {
     }
 };
 
-// Addresses in shared memory.
-template <int Groups, class Sizes>
-struct FusedRing {
-    unsigned base, full, empty;  // of the data, and of the stages' barriers, 8 bytes each
-
-    __device__ unsigned input(int stage) const { return base + stage * (Sizes::kTiles * Sizes::kInput); }
-    __device__ unsigned codes(int stage) const {
-        return input(Sizes::kStages) + stage * (Groups * Sizes::kCodes);
-    }
-    __device__ unsigned params(int stage) const {
-        return codes(Sizes::kStages) + stage * (2 * Groups * Sizes::kParams);
-    }
-};
-
-// The copying warp. Each lane brings one thing of every stage: codes, scales or zeros of 64 rows; lane 0 also
-// x.
-template <int Groups, int Tokens, class Sizes>
-__device__ inline void fused_copies(const FusedRing<Groups, Sizes>& ring, const CUtensorMap& x_map,
-                                    const FusedJob& job, const FusedWork& work) {
+// The copying thread.
+template <int Groups, int Tokens, bool Whole, class Sizes>
+__device__ inline void fused_copies(const FusedRing<Groups, Sizes>& ring, const FusedMaps& maps, const FusedJob& job,
+                                    const FusedWork& work) {
     constexpr int kTiles = Sizes::kTiles;
     const W4View& w = job.w;
-    const int lane = threadIdx.x % 32, count = work.end - work.begin;
-    const int kinds = w.zeros ? 3 : 2, kind = lane / Groups, part = lane % Groups;
-    const int tile_params = w.group == 32 ? 256 : 128;  // bytes
-    const int stage_params = w.group <= 64 ? kTiles * tile_params : 128;
-    // Of this lane, in a whole stage; and stages until its source advances.
-    const int bytes = kind == 0 ? Sizes::kCodes : stage_params;
-    const int period = kind == 0 ? 1 : w.groups == 1 ? 1 << 30 : max(1, w.group / (64 * kTiles));
-    // Of this lane's target from stage to stage.
-    const int target_stride = Groups * (kind == 0 ? Sizes::kCodes : 2 * Sizes::kParams);
-    const unsigned target =
-        kind == 0 ? ring.codes(0) + part * Sizes::kCodes
-                  : ring.params(0) + ((kind - 1) * Groups + part) * Sizes::kParams;
-    if (lane == 0) prefetch_map(x_map);
+    const int stage_groups = Whole ? 1 : kTiles * 64 / w.group;
+    const unsigned announced = kTiles * Sizes::kInput + Groups * (Sizes::kCodes + (w.zeros ? 2 : 1) * stage_groups * 128);
+    // Stages until the next group, when a group has several.
+    const int period = !Whole ? 1 : w.groups == 1 ? 1 << 30 : w.group / (64 * kTiles);
+    prefetch_map(maps.codes);
+    prefetch_map(maps.scales);
+    prefetch_map(maps.x);
 
     int stage = 0;
     unsigned parity = 1;  // of a stage that nobody has used yet
     for (int i = 0; i < work.count; ++i) {
         const int2 place = FusedWork::place(job, work.first + i * work.step);
-        const int bn = place.x * Groups, parts = min(Groups, (w.n + 63) / 64 - bn);
-        const bool active = kind < kinds && part < parts;
-        const uint8_t* source =
-            kind == 0 ? w.codes + (int64_t(bn + part) * w.k_tiles + work.begin) * 2048
-                      : static_cast<const uint8_t*>(kind == 1 ? w.scales : w.zeros) +
-                            (int64_t(bn + part) * w.groups + 64 * work.begin / w.group) * 128;
-        int left = period - work.begin / kTiles % period;
+        int group = 64 * work.begin / w.group, left = period - work.begin / kTiles % period;
 
         const auto copy_weights = [&](int k, int to) {
             const unsigned full = ring.full + 8 * to;
-            // The last stage may lack its second tile.
-            const bool whole = kTiles == 1 || k + 1 < work.end;
-            if (lane == 0) {
-                const int params = whole || w.group > 64 ? stage_params : tile_params;
-                barrier_expect(full, kTiles * Sizes::kInput + parts * ((whole ? Sizes::kCodes : 2048) +
-                                                                       (kinds - 1) * params));
-            }
-            __syncwarp();
-            if (active) {
-                const bool half = !whole && (kind == 0 || w.group <= 64);
-                copy_bulk(target + to * target_stride, source, half ? bytes / 2 : bytes, full);
-            }
-            if (--left == 0) source += bytes, left = period;
+            barrier_expect(full, announced);
+            copy_box(ring.codes(to), maps.codes, 0, k, place.x * Groups, full);
+            copy_box(ring.params(to), maps.scales, 0, group, place.x * Groups, full);
+            if (w.zeros)
+                copy_box(ring.params(to) + Groups * Sizes::kParams, maps.zeros, 0, group, place.x * Groups, full);
+            if (--left == 0) group += stage_groups, left = period;
         };
         const auto copy_input = [&](int k, int to) {
-            if (lane < kTiles)  // a tile beyond the last arrives as zeros
-                copy_box(ring.input(to) + lane * Sizes::kInput, x_map, 64 * (k + lane), place.y * Tokens,
-                     ring.full + 8 * to);
+#pragma unroll
+            for (int tile = 0; tile < kTiles; ++tile)
+                copy_box(ring.input(to) + tile * Sizes::kInput, maps.x, 64 * (k + tile), place.y * Tokens,
+                         ring.full + 8 * to);
         };
         int k = work.begin;
         if (i == 0) {  // weights do not depend on the kernels before this one
-            const int lead = min((count + kTiles - 1) / kTiles, Sizes::kStages);
+            const int lead = min((work.end - k + kTiles - 1) / kTiles, Sizes::kStages);
             for (int to = 0; to < lead; ++to) copy_weights(k + to * kTiles, to);
             wait_dependences();
             for (int to = 0; to < lead; ++to) copy_input(k + to * kTiles, to);
@@ -154,93 +86,6 @@ __device__ inline void fused_copies(const FusedRing<Groups, Sizes>& ring, const 
         }
     }
 }
-
-// A multiplying warp's way through the ring.
-template <class T, int Groups, int Tokens, class Sizes>
-class FusedProducts {
-  public:
-    __device__ FusedProducts(const FusedRing<Groups, Sizes>& ring, const FusedJob& job) : ring_(ring) {
-        const int group = threadIdx.x / 128, sub = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-        codes_ = ring.codes(0) + group * Sizes::kCodes + sub * 512 + lane * 16;
-        params_ = ring.params(0) + group * Sizes::kParams + sub * 32 + lane / 4 * 4;
-        rows_ = swizzled_rows(ring.input(0));
-        zeros_ = job.w.zeros;
-        group_ = job.w.group;
-        releases_ = lane == 0;
-    }
-
-    // acc [64, Tokens] of the warpgroup = its rows of W times X, over tiles [begin, end) of K.
-    __device__ void run(int begin, int end, float (&acc)[Tokens / 2]) {
-        unsigned a[2][Sizes::kStepWords][4];
-        unsigned done = 0;  // barrier of the stage whose products are not known to have ended
-        for (int k = begin; k < end; k += Sizes::kTiles) {
-            barrier_wait(ring_.full + 8 * stage_, parity_);
-            const uint4 codes = load_shared_16(codes_ + stage_ * (Groups * Sizes::kCodes));
-            const unsigned params = params_ + stage_ * (2 * Groups * Sizes::kParams);
-            const uint64_t rows = further(rows_, stage_ * (Sizes::kTiles * Sizes::kInput));
-            ScaledCodes<T> scaled = params_at(params);
-            const unsigned empty = ring_.empty + 8 * stage_;
-            if constexpr (Sizes::kTiles == 1) {
-                scaled(codes.x, a[0][0]);
-                scaled(codes.y, a[0][1]);
-                multiply(a[0], rows, k > begin, acc);
-                if (done) release(done);
-                if (group_ == 32) scaled = params_at(params + 128);
-                scaled(codes.z, a[1][0]);
-                scaled(codes.w, a[1][1]);
-                multiply(a[1], further(rows, 64), true, acc);
-            } else {
-                unsigned next = params;  // where the parameters of the tile's second half are, then of the next
-                scaled(codes.x, a[0][0]);
-                scaled(codes.y, a[0][1]);
-                if (group_ == 32) scaled = params_at(next += 128);
-                scaled(codes.z, a[0][2]);
-                scaled(codes.w, a[0][3]);
-                multiply(a[0], rows, k > begin, acc);
-                if (done) release(done);
-                const uint4 more = load_shared_16(codes_ + stage_ * (Groups * Sizes::kCodes) + 2048);
-                if (group_ <= 64) scaled = params_at(next += 128);
-                // Beyond the last tile x is 0, and a weight of anything else than a finite number would do harm.
-                if (k + 1 == end) scaled = ScaledCodes<T>(0, 0);
-                scaled(more.x, a[1][0]);
-                scaled(more.y, a[1][1]);
-                if (group_ == 32 && k + 1 < end) scaled = params_at(next += 128);
-                scaled(more.z, a[1][2]);
-                scaled(more.w, a[1][3]);
-                multiply(a[1], further(rows, Sizes::kInput), true, acc);
-            }
-            done = empty;
-            if (++stage_ == Sizes::kStages) stage_ = 0, parity_ ^= 1;
-        }
-        products_wait<0>();
-        if (done) release(done);
-    }
-
-  private:
-    __device__ ScaledCodes<T> params_at(unsigned at) const {
-        return {load_shared_4(at), zeros_ ? load_shared_4(at + Groups * Sizes::kParams) : ScaledCodes<T>::kEight};
-    }
-    // Queues a step's products, and waits for those before.
-    __device__ void multiply(const unsigned (&a)[Sizes::kStepWords][4], uint64_t rows, int add,
-                             float (&acc)[Tokens / 2]) const {
-        products_begin();
-#pragma unroll
-        for (int j = 0; j < Sizes::kStepWords; ++j)
-            queue_product<T, Tokens>(acc, a[j], further(rows, 32 * j), j > 0 ? 1 : add);
-        products_commit();
-        products_wait<1>();
-    }
-    __device__ void release(unsigned empty) const {
-        if (releases_) barrier_arrive(empty);
-    }
-
-    const FusedRing<Groups, Sizes>& ring_;
-    unsigned codes_, params_;
-    uint64_t rows_;
-    int group_, stage_ = 0;
-    unsigned parity_ = 0;
-    bool zeros_, releases_;
-};
 
 // Eight results of a token, at columns n..n+7 of y.
 template <class T>
@@ -328,11 +173,11 @@ __device__ inline void fused_add_up(const float* sums, const FusedJob& job, int2
     }
 }
 
-template <class T, int Groups, int Tokens, int Blocks>
-__global__ void __launch_bounds__(FusedSizes<Groups, Tokens, Blocks>::kThreads, Blocks)
-    fused_kernel(const __grid_constant__ CUtensorMap x_map, const FusedJob job) {
+template <class T, int Groups, int Tokens, int Blocks, bool Whole>
+__global__ void __launch_bounds__(FusedSizes<Groups, Tokens, Blocks, Whole>::kThreads, Blocks)
+    fused_kernel(const __grid_constant__ FusedMaps maps, const FusedJob job) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    using Sizes = FusedSizes<Groups, Tokens, Blocks>;
+    using Sizes = FusedSizes<Groups, Tokens, Blocks, Whole>;
     extern __shared__ uint8_t dynamic[];
     // Static, so that the host can tell this body from the empty one of other architectures.
     __shared__ uint64_t barriers[2 * Sizes::kStages];
@@ -351,13 +196,16 @@ __global__ void __launch_bounds__(FusedSizes<Groups, Tokens, Blocks>::kThreads, 
     launch_dependents();
     if (threadIdx.x >= 128 * Groups) {
         if constexpr (Sizes::kHandsOn) registers_down<Sizes::kCopyRegisters>();
-        if (threadIdx.x < 128 * Groups + 32) fused_copies<Groups, Tokens, Sizes>(ring, x_map, job, work);
+        if (threadIdx.x == 128 * Groups) fused_copies<Groups, Tokens, Whole>(ring, maps, job, work);
+        __syncwarp();
         if (job.direct) return;
         cluster_meet();
         cluster_meet();
     } else {
         if constexpr (Sizes::kHandsOn) registers_up<Sizes::kProductRegisters>();
-        FusedProducts<T, Groups, Tokens, Sizes> products(ring, job);
+        using Products = std::conditional_t<Sizes::kByWarps, WarpProducts<T, Groups, Tokens, Whole, Sizes>,
+                                            GroupProducts<T, Groups, Tokens, Whole, Sizes>>;
+        Products products(ring, job);
         for (int i = 0; i < work.count; ++i) {
             const int2 place = FusedWork::place(job, work.first + i * work.step);
             float acc[Tokens / 2];

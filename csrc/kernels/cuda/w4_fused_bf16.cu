@@ -2,7 +2,7 @@
 
 namespace turbomill::cuda {
 
-template bool launch_fused<__nv_bfloat16>(const W4Plan&, const CUtensorMap&, const FusedJob&, int, bool,
+template bool launch_fused<__nv_bfloat16>(const W4Plan&, bool, const FusedMaps&, const FusedJob&, int, bool,
                                    cudaStream_t);
 
 }  // namespace turbomill::cuda

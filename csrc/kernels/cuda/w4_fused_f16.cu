@@ -2,7 +2,7 @@
 
 namespace turbomill::cuda {
 
-template bool launch_fused<__half>(const W4Plan&, const CUtensorMap&, const FusedJob&, int, bool,
+template bool launch_fused<__half>(const W4Plan&, bool, const FusedMaps&, const FusedJob&, int, bool,
                                    cudaStream_t);
 
 bool w4_fused_runs() {
@@ -13,7 +13,7 @@ bool w4_fused_runs() {
     if (!answer) {
         cudaFuncAttributes attributes{};
         const bool runs =
-            cudaFuncGetAttributes(&attributes, fused_kernel<__half, 2, 8, 2>) == cudaSuccess &&
+            cudaFuncGetAttributes(&attributes, fused_kernel<__half, 2, 8, 2, true>) == cudaSuccess &&
             attributes.sharedSizeBytes > 0;  // the empty body of other architectures has none
         cudaGetLastError();
         answer = runs ? 2 : 1;

@@ -11,11 +11,11 @@
 
 namespace turbomill::cuda {
 
-template <class T, int Groups, int Tokens, int Blocks>
-void launch_fused_kernel(const CUtensorMap& x, const FusedJob& job, int multiprocessors, bool overlap,
+template <class T, int Groups, int Tokens, int Blocks, bool Whole>
+void launch_fused_kernel(const FusedMaps& maps, const FusedJob& job, int multiprocessors, bool overlap,
                          cudaStream_t stream) {
-    using Sizes = FusedSizes<Groups, Tokens, Blocks>;
-    const auto kernel = fused_kernel<T, Groups, Tokens, Blocks>;
+    using Sizes = FusedSizes<Groups, Tokens, Blocks, Whole>;
+    const auto kernel = fused_kernel<T, Groups, Tokens, Blocks, Whole>;
     static std::atomic<uint64_t> prepared{0};  // devices, by number
     int device = 0;
     check(cudaGetDevice(&device), "cudaGetDevice");
@@ -38,20 +38,21 @@ void launch_fused_kernel(const CUtensorMap& x, const FusedJob& job, int multipro
     attributes[1].val.programmaticStreamSerializationAllowed = 1;
     config.attrs = attributes;
     config.numAttrs = overlap ? 2 : 1;
-    check(cudaLaunchKernelEx(&config, kernel, x, job), "launching w4_fused");
+    check(cudaLaunchKernelEx(&config, kernel, maps, job), "launching w4_fused");
 }
 
 template <class T>
-bool launch_fused(const W4Plan& plan, const CUtensorMap& x, const FusedJob& job, int multiprocessors,
-                  bool overlap, cudaStream_t stream) {
+bool launch_fused(const W4Plan& plan, bool whole, const FusedMaps& maps, const FusedJob& job,
+                  int multiprocessors, bool overlap, cudaStream_t stream) {
+    const auto launch_if = [&]<size_t I, bool Whole>() {
+        constexpr W4Kernel kKernel = kW4Kernels[I];
+        if (!(plan.kernel == kKernel) || whole != Whole) return false;
+        launch_fused_kernel<T, kKernel.warpgroups, kKernel.tokens, kKernel.blocks, Whole>(
+            maps, job, multiprocessors, overlap, stream);
+        return true;
+    };
     return [&]<size_t... I>(std::index_sequence<I...>) {
-        return ([&] {
-            constexpr W4Kernel kKernel = kW4Kernels[I];
-            if (!(plan.kernel == kKernel)) return false;
-            launch_fused_kernel<T, kKernel.warpgroups, kKernel.tokens, kKernel.blocks>(x, job, multiprocessors,
-                                                                                       overlap, stream);
-            return true;
-        }() || ...);
+        return ((launch_if.template operator()<I, true>() || launch_if.template operator()<I, false>()) || ...);
     }(std::make_index_sequence<std::size(kW4Kernels)>());
 }
 

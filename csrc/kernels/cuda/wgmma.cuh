@@ -13,14 +13,15 @@
 
 namespace turbomill::cuda {
 
-// Describes rows of 128 bytes that begin at a multiple of 1024 bytes, swizzled, eight rows after eight.
-__device__ inline uint64_t swizzled_rows(unsigned shared) {
-    constexpr uint64_t kSwizzle128 = uint64_t(1) << 62, kEightRows = uint64_t(1024 / 16) << 32;
-    return kSwizzle128 | kEightRows | uint64_t(1) << 16 | (shared & 0x3ffff) >> 4;
+// B, by its address / 16 in shared memory, a multiple of 1024 bytes plus 32 for each 16 columns of K.
+__device__ inline unsigned swizzled_rows(unsigned shared) {
+    return (shared & 0x3ffff) >> 4;
 }
-// The same, `bytes` further on: 32 are 16 columns of K.
-__device__ inline uint64_t further(uint64_t rows, int bytes) {
-    return rows + bytes / 16;
+__device__ inline uint64_t describe(unsigned rows) {
+    constexpr unsigned kSwizzle128 = 1u << 30, kEightRows = 1024 / 16, kUnused = 1u << 16;
+    uint64_t descriptor;
+    asm("mov.b64 %0, {%1, %2};" : "=l"(descriptor) : "r"(rows | kUnused), "r"(kSwizzle128 | kEightRows));
+    return descriptor;
 }
 
 // Before the first product, and after registers of its operands were written.
