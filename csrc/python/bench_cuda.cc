@@ -110,7 +110,8 @@ class LinearCase {
 
     // Microseconds. `way`: "dense", or a w4 weight's "in_place", "as_dense" or "fused" with `plan`, "" the
     // engine's. `overlap`: with programmatic dependent launch.
-    double time(const std::string& way, const std::optional<PlanTuple>& plan, bool overlap, int repeats) const {
+    double time(const std::string& way, const std::optional<PlanTuple>& plan, bool overlap,
+                int repeats) const {
         cuda::LinearRunner run(type_, dense_ || way == "fused" ? 0 : size_t(n_) * k_, stream_);
         run.set_overlap(overlap);
         const auto call = [&](int i) {
@@ -271,7 +272,8 @@ void register_bench_cuda(py::module_& m) {
     m.def("multiprocessors", [] {
         int device = 0, count = 0;
         check(cudaGetDevice(&device), "cudaGetDevice");
-        check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "counting multiprocessors");
+        check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device),
+              "counting multiprocessors");
         return count;
     });
     m.def("w4_fused_runs", &cuda::w4_fused_runs);
@@ -280,10 +282,6 @@ void register_bench_cuda(py::module_& m) {
         for (const auto& kernel : cuda::kW4Kernels)
             kernels.push_back({kernel.warpgroups, kernel.tokens, kernel.blocks});
         return kernels;
-    });
-    m.def("w4_plan", [](int n, int k, int rows, int multiprocessors) {
-        const cuda::W4Plan plan = cuda::choose_w4_plan(n, k, rows, multiprocessors);
-        return PlanTuple{plan.kernel.warpgroups, plan.kernel.tokens, plan.kernel.blocks, plan.splits};
     });
     m.def("bench_attention", &bench_attention, py::arg("batch"), py::arg("context"), py::arg("length"),
           py::arg("num_heads"), py::arg("num_kv_heads"), py::arg("head_dim"), py::arg("block_len") = 64,

@@ -119,16 +119,24 @@ Floats w4_linear(const Floats& x, const Bytes& codes, const Bits16& scales,
     return y.array({rows, n});
 }
 
-// `count` products one after the other, each with the result of the last: x, then W x, W W x, ... of a square W.
-Floats w4_chain(const Floats& x, const Bytes& codes, const Bits16& scales, int count, const std::string& dtype,
-                bool overlap) {
+// `count` products one after the other, each with the result of the last: x, then W x, W W x, ... of a square
+// W.
+Floats w4_chain(const Floats& x, const Bytes& codes, const Bits16& scales, int count,
+                const std::string& dtype, bool overlap) {
     const DType type = parse_dtype(dtype);
     const int rows = int(x.shape(0)), k = int(x.shape(1)), groups = int(scales.shape(1));
-    const DeviceArray first(x, type), second(type, size_t(rows) * k), code_bytes(codes.data(), codes.nbytes()),
-        scale_bytes(scales.data(), scales.nbytes());
+    const DeviceArray first(x, type), second(type, size_t(rows) * k),
+        code_bytes(codes.data(), codes.nbytes()), scale_bytes(scales.data(), scales.nbytes());
     cuda::DeviceLinear linear;
     linear.n = linear.k = k;
-    linear.w4 = {code_bytes.as<uint8_t>(), scale_bytes.as<void>(), nullptr, type == DType::BF16, k, k, k / 64, groups,
+    linear.w4 = {code_bytes.as<uint8_t>(),
+                 scale_bytes.as<void>(),
+                 nullptr,
+                 type == DType::BF16,
+                 k,
+                 k,
+                 k / 64,
+                 groups,
                  k / groups};
     cuda::LinearRunner run(type, size_t(k) * k, nullptr);
     run.set_overlap(overlap);

@@ -6,6 +6,8 @@ The table is compiled in: build again afterwards (the Makefile does).
 from __future__ import annotations
 
 import argparse
+import datetime
+import itertools
 import re
 from pathlib import Path
 
@@ -13,10 +15,12 @@ from turbomill import _core
 from turbomill.reports.bench_gpu.kernels import ROWS, SHAPES, check_linear
 
 TABLE = Path("csrc/kernels/cuda/w4_plans_sm90a.inc")
-# {n, k, rows, {{warpgroups, tokens, blocks}, splits}},  // microseconds
-ENTRY = re.compile(r"\{(\d+), (\d+), (\d+), \{\{(\d+), (\d+), (\d+)\}, (\d+)\}\}")
+# {n, k, rows, overlap, {{warpgroups, tokens, blocks}, splits}},  // microseconds
+ENTRY = re.compile(r"\{(\d+), (\d+), (\d+), (true|false), \{\{\d+, \d+, \d+\}, \d+\}\}")
 MOST_SPLITS = 8
+MOST_OVERLAPPING = 1024  # rows; above, launches do not overlap
 
+Key = tuple[bool, int, int, int]  # overlap, n, k, rows
 Plan = tuple[int, int, int, int]  # warpgroups, tokens, blocks, splits
 
 
@@ -33,16 +37,19 @@ def candidates(n: int, k: int, rows: int, multiprocessors: int) -> list[Plan]:
     return plans
 
 
-def read_table(path: Path) -> dict[tuple[int, int, int], str]:
-    """The entries' lines by (n, k, rows); none when there is no file."""
+def read_table(path: Path) -> dict[Key, str]:
+    """The entries' lines; none when there is no file."""
     lines = path.read_text().splitlines() if path.exists() else []
     found = [(ENTRY.search(line), line) for line in lines]
-    return {(int(m[1]), int(m[2]), int(m[3])): line for m, line in found if m}
+    return {(m[4] == "true", int(m[1]), int(m[2]), int(m[3])): line for m, line in found if m}
 
 
-def write_table(path: Path, entries: dict[tuple[int, int, int], str], device: str) -> None:
+def write_table(path: Path, entries: dict[Key, str], device: str) -> None:
     """The whole table, in the order in which it is searched."""
-    head = f"// By `make tune-gpu`, on {device}: {{n, k, rows, {{{{warpgroups, tokens, blocks}}, splits}}}}."
+    head = (
+        f"// Plans timed on {device}, {datetime.date.today().isoformat()}: "
+        "{n, k, rows, overlap, {{warpgroups, tokens, blocks}, splits}}."
+    )
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text("\n".join([head, *(entries[key] for key in sorted(entries))]) + "\n")
     partial.replace(path)
@@ -56,7 +63,6 @@ def main() -> None:
     parser.add_argument("--rows", default=",".join(map(str, ROWS)), help="of activations, by commas")
     parser.add_argument("--dtype", default="float16", help="of activations")
     parser.add_argument("--group", type=int, default=128, help="of the weights' scales")
-    parser.add_argument("--overlap", action="store_true", help="with programmatic dependent launch")
     parser.add_argument("--repeats", type=int, default=7, help="graph replays a median is of")
     parser.add_argument("--table", type=Path, default=TABLE, help="the table; entries not timed are kept")
     arguments = parser.parse_args()
@@ -68,15 +74,18 @@ def main() -> None:
     multiprocessors = _core.kernels_cuda.multiprocessors()
     for shape in arguments.shapes.split(","):
         n, k = map(int, shape.split("x"))
-        for rows in map(int, arguments.rows.split(",")):
+        for rows, overlap in itertools.product(map(int, arguments.rows.split(",")), (False, True)):
+            if overlap and rows > MOST_OVERLAPPING:
+                continue
             plans = candidates(n, k, rows, multiprocessors)
             times = _core.kernels_cuda.bench_w4_plans(
-                n, k, rows, arguments.group, arguments.dtype, plans, arguments.overlap, arguments.repeats
+                n, k, rows, arguments.group, arguments.dtype, plans, overlap, arguments.repeats
             )
             us, (warpgroups, tokens, blocks, splits) = min(zip(times, plans, strict=True))
             plan = f"{{{{{warpgroups}, {tokens}, {blocks}}}, {splits}}}"
-            entries[n, k, rows] = f"{{{n}, {k}, {rows}, {plan}}},  // {us:.1f} us"
-            print(entries[n, k, rows], flush=True)
+            line = f"{{{n}, {k}, {rows}, {str(overlap).lower()}, {plan}}},  // {us:.1f} us"
+            entries[overlap, n, k, rows] = line
+            print(line, flush=True)
     write_table(arguments.table, entries, gpus[0]["name"])
 
 

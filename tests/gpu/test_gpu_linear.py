@@ -136,7 +136,7 @@ def test_w4_fused(fused: list, n: int, k: int, group: int, symmetric: bool, dtyp
                     way="fused",
                     plan=(warpgroups, tokens, blocks, splits),
                 )
-                # Kernels of up to 16 tokens round no weight. Tensor cores add a little less exactly than fp32.
+                # Kernels of up to 16 tokens round no weight; tensor cores add a little less exactly.
                 exact = unrounded if tokens <= 16 else w
                 bound = max(gpu_tolerance.OUTPUT[out], 1e-5)
                 gpu_tolerance.assert_close(y, x.astype(np.float64) @ exact.T + bias, bound)

@@ -1,6 +1,6 @@
 // Hopper's asynchronous copies, barriers in shared memory, clusters and launch dependences, as one-line
-// wrappers of their PTX instructions. To be called in code for sm_90a only. Places in shared memory are 32-bit
-// addresses, so that none of their arithmetic is done in 64 bits.
+// wrappers of their PTX instructions. To be called in code for sm_90a only. Places in shared memory are
+// 32-bit addresses, so that none of their arithmetic is done in 64 bits.
 #pragma once
 
 #include <cuda.h>
@@ -40,8 +40,7 @@ __device__ inline void barrier_arrive(unsigned barrier) {
 }
 // Arrives, and announces bytes that copies will bring.
 __device__ inline void barrier_expect(unsigned barrier, unsigned bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier),
-                 "r"(bytes)
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                  : "memory");
 }
 // Waits until the phase of that parity has ended.
@@ -66,9 +65,11 @@ __device__ inline void copy_box(unsigned shared, const CUtensorMap& map, int x, 
         : "memory");
 }
 // Of a three-dimensional one.
-__device__ inline void copy_box(unsigned shared, const CUtensorMap& map, int x, int y, int z, unsigned barrier) {
+__device__ inline void copy_box(unsigned shared, const CUtensorMap& map, int x, int y, int z,
+                                unsigned barrier) {
     asm volatile(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], "
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, "
+        "%4}], "
         "[%5];" ::"r"(shared),
         "l"(&map), "r"(x), "r"(y), "r"(z), "r"(barrier)
         : "memory");
@@ -86,7 +87,8 @@ __device__ inline void meet(int name, int threads) {
 __device__ inline void cluster_meet() {
     asm volatile(
         "barrier.cluster.arrive.release.aligned;\n"
-        "barrier.cluster.wait.acquire.aligned;" ::: "memory");
+        "barrier.cluster.wait.acquire.aligned;" ::
+            : "memory");
 }
 // Four floats at the same place of another block's shared memory.
 __device__ inline float4 load_remote(const float* shared, int rank) {

@@ -55,7 +55,8 @@ void LinearRunner::operator()(const DeviceLinear& w, const void* x, int rows, vo
     if (w.dense) {
         dense(w.dense, w, x, rows, y, out);
     } else if (w4_fused_fits(type_, w.w4, x)) {
-        w4_fused(w, x, rows, y, out, choose_w4_plan(w.n, w.k, rows, workspace_.multiprocessors));
+        w4_fused(w, x, rows, y, out,
+                 choose_w4_plan(w.n, w.k, rows, workspace_.multiprocessors, overlaps(rows)));
     } else if (rows <= kW4InPlace) {
         w4_in_place(w, x, rows, y, out);
     } else {
@@ -65,7 +66,8 @@ void LinearRunner::operator()(const DeviceLinear& w, const void* x, int rows, vo
 
 void LinearRunner::w4_fused(const DeviceLinear& w, const void* x, int rows, void* y, DType out,
                             const W4Plan& plan) {
-    cuda::w4_fused(type_, out, w.w4, x, w.bias, y, rows, plan, workspace_.multiprocessors, overlap_, stream_);
+    cuda::w4_fused(type_, out, w.w4, x, w.bias, y, rows, plan, workspace_.multiprocessors, overlaps(rows),
+                   stream_);
 }
 
 void LinearRunner::w4_in_place(const DeviceLinear& w, const void* x, int rows, void* y, DType out) {

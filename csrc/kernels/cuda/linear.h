@@ -7,8 +7,8 @@
 
 namespace turbomill::cuda {
 
-// Where the fused kernels do not run: rows up to which a w4 weight is read in place, kFewRows at a time; beyond,
-// it is made dense for cuBLASLt.
+// Where the fused kernels do not run: rows up to which a w4 weight is read in place, kFewRows at a time;
+// beyond, it is made dense for cuBLASLt.
 constexpr int kW4InPlace = 64;
 
 // A linear whose pointers are device pointers.
@@ -39,6 +39,8 @@ class LinearRunner {
     void w4_as_dense(const DeviceLinear& w, const void* x, int rows, void* y, DType out);
 
   private:
+    // Of many rows, overlapping kernels were measured to be slower.
+    bool overlaps(int rows) const { return overlap_ && rows <= 1024; }
     void dense(const void* matrix, const DeviceLinear& w, const void* x, int rows, void* y, DType out);
 
     DType type_;

@@ -1,5 +1,5 @@
-// Words of codes as fragments in 16 bits, for the rows g and g + 8 that a lane owns. Parameters are pairs: of row
-// g in the low half of a word, of row g + 8 in the high one.
+// Words of codes as fragments in 16 bits, for the rows g and g + 8 that a lane owns. Parameters are pairs: of
+// row g in the low half of a word, of row g + 8 in the high one.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -56,7 +56,8 @@ class ShiftedCodes<__nv_bfloat16> {
     static constexpr unsigned kEight = 0x41004100u;
 
     __device__ explicit ShiftedCodes(unsigned zeros) {
-        const __nv_bfloat162 z = reinterpret_cast<const __nv_bfloat162&>(zeros), base = __float2bfloat162_rn(128.f);
+        const __nv_bfloat162 z = reinterpret_cast<const __nv_bfloat162&>(zeros),
+                             base = __float2bfloat162_rn(128.f);
         low_ = __hadd2(__low2bfloat162(z), base);
         high_ = __hadd2(__high2bfloat162(z), base);
     }

@@ -1,10 +1,9 @@
 // Launching the fused kernels: the tensor map of x, and whether they run here at all.
-#include "kernels/cuda/w4_fused.h"
-
 #include <atomic>
 #include <string>
 
 #include "kernels/cuda/types.cuh"
+#include "kernels/cuda/w4_fused.h"
 
 namespace turbomill::cuda {
 namespace {
@@ -14,24 +13,27 @@ PFN_cuTensorMapEncodeTiled_v12000 map_encoder() {
     static const auto function = [] {
         void* found = nullptr;
         cudaDriverEntryPointQueryResult status{};
-        check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &status),
+        check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault,
+                                               &status),
               "looking for cuTensorMapEncodeTiled");
-        if (status != cudaDriverEntryPointSuccess) throw CudaError("the driver has no cuTensorMapEncodeTiled");
+        if (status != cudaDriverEntryPointSuccess)
+            throw CudaError("the driver has no cuTensorMapEncodeTiled");
         return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(found);
     }();
     return function;
 }
 
-// A tensor and the box that one copy brings, innermost dimension first; strides in bytes, of all but that one.
+// A tensor and the box that one copy brings, innermost dimension first; strides in bytes, of all but that
+// one.
 template <int Rank>
 CUtensorMap make_map(CUtensorMapDataType type, const void* data, const cuuint64_t (&sizes)[Rank],
                      const cuuint64_t (&strides)[Rank - 1], const cuuint32_t (&box)[Rank],
                      CUtensorMapSwizzle swizzle) {
     CUtensorMap map;
     const cuuint32_t steps[] = {1, 1, 1};
-    const CUresult status = map_encoder()(&map, type, Rank, const_cast<void*>(data), sizes, strides, box, steps,
-                                          CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                                          CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    const CUresult status = map_encoder()(
+        &map, type, Rank, const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+        swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (status != CUDA_SUCCESS)
         throw CudaError("cuTensorMapEncodeTiled failed with " + std::to_string(int(status)));
     return map;
@@ -44,15 +46,16 @@ FusedMaps make_maps(DType type, const void* x, int rows, const W4View& w, W4Kern
     const cuuint64_t n_tiles = blocks_for(w.n, 64), k = w.k, k_tiles = w.k_tiles, all_groups = w.groups;
     const auto params = [&](const void* data) {
         return make_map<3>(element, data, {64, all_groups, n_tiles}, {128, all_groups * 128},
-                           {64, cuuint32_t(groups), cuuint32_t(kernel.warpgroups)}, CU_TENSOR_MAP_SWIZZLE_NONE);
+                           {64, cuuint32_t(groups), cuuint32_t(kernel.warpgroups)},
+                           CU_TENSOR_MAP_SWIZZLE_NONE);
     };
     FusedMaps maps{};
     maps.x = make_map<2>(element, x, {k, cuuint64_t(rows)}, {k * 2}, {64, cuuint32_t(kernel.tokens)},
                          CU_TENSOR_MAP_SWIZZLE_128B);
     // Bytes by eights: no side of a box may have more than 256 elements.
-    maps.codes = make_map<3>(CU_TENSOR_MAP_DATA_TYPE_FLOAT64, w.codes, {256, k_tiles, n_tiles},
-                             {2048, k_tiles * 2048}, {256, cuuint32_t(tiles), cuuint32_t(kernel.warpgroups)},
-                             CU_TENSOR_MAP_SWIZZLE_NONE);
+    maps.codes =
+        make_map<3>(CU_TENSOR_MAP_DATA_TYPE_FLOAT64, w.codes, {256, k_tiles, n_tiles}, {2048, k_tiles * 2048},
+                    {256, cuuint32_t(tiles), cuuint32_t(kernel.warpgroups)}, CU_TENSOR_MAP_SWIZZLE_NONE);
     maps.scales = params(w.scales);
     if (w.zeros) maps.zeros = params(w.zeros);
     return maps;
@@ -64,8 +67,8 @@ bool w4_fused_fits(DType type, const W4View& w, const void* x) {
     // The copy engine wants rows of x at multiples of 16 bytes; scales meet codes in the type of x; a stage's
     // tiles of K lie in one group, or each in groups of its own.
     if (w.group != 32 && w.group != 64 && w.group % 128 && w.groups != 1) return false;
-    return w.bf16_params == (type == DType::BF16) && w.k % 8 == 0 && reinterpret_cast<uintptr_t>(x) % 16 == 0 &&
-           w4_fused_runs();
+    return w.bf16_params == (type == DType::BF16) && w.k % 8 == 0 &&
+           reinterpret_cast<uintptr_t>(x) % 16 == 0 && w4_fused_runs();
 }
 
 void w4_fused(DType type, DType out, const W4View& w, const void* x, const float* bias, void* y, int rows,

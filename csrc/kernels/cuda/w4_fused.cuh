@@ -1,6 +1,6 @@
-// W4A16 on Hopper, fused: Y^T = W X^T by wgmma, whose A operand, 64 rows of N, comes from registers, where the
-// store's words of codes become fragments by a few bit operations; activations are the B operand, in shared
-// memory. One warp keeps a ring of K tiles filled by bulk copies; each of the others' warpgroups
+// W4A16 on Hopper, fused: Y^T = W X^T by wgmma, whose A operand, 64 rows of N, comes from registers, where
+// the store's words of codes become fragments by a few bit operations; activations are the B operand, in
+// shared memory. One warp keeps a ring of K tiles filled by bulk copies; each of the others' warpgroups
 // dequantizes and multiplies its own 64 rows, while the tensor cores work for its neighbours.
 //
 // When tiles are too few to fill the GPU, K is split over the blocks of a cluster, which add their results in
@@ -36,12 +36,13 @@ struct FusedWork {
 
 // The copying thread.
 template <int Groups, int Tokens, bool Whole, class Sizes>
-__device__ inline void fused_copies(const FusedRing<Groups, Sizes>& ring, const FusedMaps& maps, const FusedJob& job,
-                                    const FusedWork& work) {
+__device__ inline void fused_copies(const FusedRing<Groups, Sizes>& ring, const FusedMaps& maps,
+                                    const FusedJob& job, const FusedWork& work) {
     constexpr int kTiles = Sizes::kTiles;
     const W4View& w = job.w;
     const int stage_groups = Whole ? 1 : kTiles * 64 / w.group;
-    const unsigned announced = kTiles * Sizes::kInput + Groups * (Sizes::kCodes + (w.zeros ? 2 : 1) * stage_groups * 128);
+    const unsigned announced =
+        kTiles * Sizes::kInput + Groups * (Sizes::kCodes + (w.zeros ? 2 : 1) * stage_groups * 128);
     // Stages until the next group, when a group has several.
     const int period = !Whole ? 1 : w.groups == 1 ? 1 << 30 : w.group / (64 * kTiles);
     prefetch_map(maps.codes);
@@ -60,7 +61,8 @@ __device__ inline void fused_copies(const FusedRing<Groups, Sizes>& ring, const 
             copy_box(ring.codes(to), maps.codes, 0, k, place.x * Groups, full);
             copy_box(ring.params(to), maps.scales, 0, group, place.x * Groups, full);
             if (w.zeros)
-                copy_box(ring.params(to) + Groups * Sizes::kParams, maps.zeros, 0, group, place.x * Groups, full);
+                copy_box(ring.params(to) + Groups * Sizes::kParams, maps.zeros, 0, group, place.x * Groups,
+                         full);
             if (--left == 0) group += stage_groups, left = period;
         };
         const auto copy_input = [&](int k, int to) {
@@ -103,7 +105,8 @@ __device__ inline void store_eight(const FusedJob& job, int token, int n, const 
 
 // A warpgroup's results to y in T, by way of shared memory, where they are turned from columns to rows.
 template <class T, int Tokens, class Sizes>
-__device__ inline void fused_store(uint8_t* staging, const FusedJob& job, int2 place, float (&acc)[Tokens / 2]) {
+__device__ inline void fused_store(uint8_t* staging, const FusedJob& job, int2 place,
+                                   float (&acc)[Tokens / 2]) {
     const int group = threadIdx.x / 128, sub = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     T* piece = reinterpret_cast<T*>(staging) + group * Sizes::kPiece * Sizes::kPieceStride;
     const int n0 = place.x * Sizes::kRows + group * 64, m0 = place.y * Tokens;
@@ -121,11 +124,11 @@ __device__ inline void fused_store(uint8_t* staging, const FusedJob& job, int2 p
             const float* d = acc + (first + m) / 2;
             // Lanes 0-7 name the tokens of the upper eight rows' matrix, 8-15 those of the lower one.
             const T* at = piece + (m + lane % 8) * Sizes::kPieceStride + 16 * sub + lane / 8 % 2 * 8;
-            asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(
-                             shared_address(at)),
-                         "r"(pack_pair<T>(d[0] + bias[0], d[1] + bias[0])),
-                         "r"(pack_pair<T>(d[2] + bias[1], d[3] + bias[1]))
-                         : "memory");
+            asm volatile(
+                "stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(shared_address(at)),
+                "r"(pack_pair<T>(d[0] + bias[0], d[1] + bias[0])),
+                "r"(pack_pair<T>(d[2] + bias[1], d[3] + bias[1]))
+                : "memory");
         }
         meet(1 + group, 128);
         for (int i = threadIdx.x % 128; i < Sizes::kPiece * 8; i += 128) {

@@ -18,11 +18,12 @@ struct FusedJob {
     int rows;
     int n_blocks, m_tiles;
     int splits;
-    bool direct;  // 16-bit results straight from the accumulators: one thread block takes several tiles in turn
+    bool direct;  // 16-bit results straight from the accumulators: one thread block takes several tiles in
+                  // turn
 };
 
-// What the copy engine knows of the operands. A stage of a kernel's ring takes one box of codes, scales and zeros
-// each, and one of x for each of its tiles of K; what lies outside of a tensor arrives as zeros.
+// What the copy engine knows of the operands. A stage of a kernel's ring takes one box of codes, scales and
+// zeros each, and one of x for each of its tiles of K; what lies outside of a tensor arrives as zeros.
 struct FusedMaps {
     CUtensorMap x;              // [rows, K], boxes of [tokens, 64], swizzled
     CUtensorMap codes;          // [N/64, K/64, 2048 bytes], boxes of [warpgroups, the stage's tiles, 2048]

@@ -3,6 +3,6 @@
 namespace turbomill::cuda {
 
 template bool launch_fused<__nv_bfloat16>(const W4Plan&, bool, const FusedMaps&, const FusedJob&, int, bool,
-                                   cudaStream_t);
+                                          cudaStream_t);
 
 }  // namespace turbomill::cuda

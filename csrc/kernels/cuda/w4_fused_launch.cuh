@@ -52,7 +52,8 @@ bool launch_fused(const W4Plan& plan, bool whole, const FusedMaps& maps, const F
         return true;
     };
     return [&]<size_t... I>(std::index_sequence<I...>) {
-        return ((launch_if.template operator()<I, true>() || launch_if.template operator()<I, false>()) || ...);
+        return ((launch_if.template operator()<I, true>() || launch_if.template operator()<I, false>()) ||
+                ...);
     }(std::make_index_sequence<std::size(kW4Kernels)>());
 }
 

@@ -8,12 +8,13 @@
 
 namespace turbomill::cuda {
 
-// Sizes of a kernel for `Groups` warpgroups of 64 rows and `Tokens` tokens, `Blocks` to a multiprocessor. Whole: a
-// stage of the ring lies in one group of scales; otherwise groups are of 32 or 64.
+// Sizes of a kernel for `Groups` warpgroups of 64 rows and `Tokens` tokens, `Blocks` to a multiprocessor.
+// Whole: a stage of the ring lies in one group of scales; otherwise groups are of 32 or 64.
 template <int Groups, int Tokens, int Blocks, bool Whole>
 struct FusedSizes {
     static constexpr int kRows = 64 * Groups;
-    // Where accumulators fill the registers, a whole warpgroup stands by the copying warp, to hand its own on.
+    // Where accumulators fill the registers, a whole warpgroup stands by the copying warp, to hand its own
+    // on.
     static constexpr bool kHandsOn = Groups * Tokens >= 512;
     static constexpr int kThreads = 128 * Groups + (kHandsOn ? 128 : 32);
     static constexpr int kCopyRegisters = Groups == 2 ? 40 : 32, kProductRegisters = Groups == 2 ? 232 : 112;
@@ -23,8 +24,8 @@ struct FusedSizes {
 
     // A stage of the ring: tiles of 64 of K.
     static constexpr int kTiles = fused_stage_tiles({Groups, Tokens, Blocks});
-    static constexpr int kInput = Tokens * 128;              // bytes of x, of a tile
-    static constexpr int kCodes = kTiles * 2048;             // of codes, of 64 rows of N
+    static constexpr int kInput = Tokens * 128;                 // bytes of x, of a tile
+    static constexpr int kCodes = kTiles * 2048;                // of codes, of 64 rows of N
     static constexpr int kParams = Whole ? 128 : kTiles * 256;  // of scales, and as many of zeros, likewise
     static constexpr int kStage = kTiles * kInput + Groups * (kCodes + 2 * kParams);
     // Codes become fragments and are multiplied in two steps a stage: while one runs, the next is made.
@@ -33,7 +34,7 @@ struct FusedSizes {
     // Results on their way out: a warpgroup's, kPiece tokens at a time.
     static constexpr int kPiece = Tokens < 64 ? Tokens : 64, kPieceStride = 72;
     static constexpr int kOut = Groups * kPiece * kPieceStride * 2;
-    static constexpr int kSumStride = kRows + 4;           // of a token's fp32 sums: no two lanes meet in a bank
+    static constexpr int kSumStride = kRows + 4;  // of a token's fp32 sums: no two lanes meet in a bank
     static constexpr int kSums = Tokens * kSumStride * 4;  // in the ring's place
 
     static constexpr int kBudget = (Blocks == 1 ? 227 : 113) * 1024 - 1024 - 512;
@@ -114,8 +115,7 @@ class GroupProducts {
             const unsigned named = at_.wait(), rows = rows_ + at_.stage * (kTiles * Sizes::kInput / 16);
             uint4 codes[kTiles];
 #pragma unroll
-            for (int tile = 0; tile < kTiles; ++tile)
-                codes[tile] = at_.read_codes(tile);
+            for (int tile = 0; tile < kTiles; ++tile) codes[tile] = at_.read_codes(tile);
             unsigned params = at_.first_params();
             ScaledCodes<T> scaled = params_at(params);
             const auto next_params = [&] { scaled = params_at(params += 128); };
@@ -152,9 +152,7 @@ class GroupProducts {
     }
 
   private:
-    __device__ ScaledCodes<T> params_at(unsigned at) const {
-        return {load_shared_4(at), at_.read_zeros(at)};
-    }
+    __device__ ScaledCodes<T> params_at(unsigned at) const { return {load_shared_4(at), at_.read_zeros(at)}; }
     // Queues a step's products, and waits for those before.
     __device__ void multiply(const unsigned (&a)[Sizes::kStepWords][4], unsigned rows, int add,
                              float (&acc)[Tokens / 2]) const {
@@ -170,13 +168,14 @@ class GroupProducts {
     unsigned rows_;
 };
 
-// The same with mma, where a warp waits for nobody else. A group's products of code - zero, which is exact, are
-// summed and scaled then: no weight is rounded.
+// The same with mma, where a warp waits for nobody else. A group's products of code - zero, which is exact,
+// are summed and scaled then: no weight is rounded.
 template <class T, int Groups, int Tokens, bool Whole, class Sizes>
 class WarpProducts {
   public:
     __device__ WarpProducts(const FusedRing<Groups, Sizes>& ring, const FusedJob& job) : at_(ring, job) {
-        // Lane 8q + r names row r of the q-th eight columns; in the copy engine's swizzle those lie at (q ^ r).
+        // Lane 8q + r names row r of the q-th eight columns; in the copy engine's swizzle those lie at (q ^
+        // r).
         const int row = threadIdx.x % 8, eight = threadIdx.x % 32 / 8;
         input_ = ring.input(0) + row * 128 + (eight ^ row) * 16;
     }
@@ -218,7 +217,7 @@ class WarpProducts {
                     for (int m = 0; m < Tokens / 8; ++m) {
                         unsigned b[4];
                         load_matrices(b, (input + m * 1024) ^ (64 * half));
-                        float(&d)[4] = reinterpret_cast<float(&)[4]>(part[4 * m]);
+                        float (&d)[4] = reinterpret_cast<float (&)[4]>(part[4 * m]);
                         mma<T>(d, a[0], b[0], b[1]);
                         mma<T>(d, a[1], b[2], b[3]);
                     }
@@ -240,7 +239,8 @@ class WarpProducts {
 #pragma unroll
         for (int i = 0; i < 4; ++i) a[i] = reinterpret_cast<const unsigned&>(w[i]);
     }
-    __device__ static void add_scaled(const float (&part)[Tokens / 2], unsigned scales, float (&acc)[Tokens / 2]) {
+    __device__ static void add_scaled(const float (&part)[Tokens / 2], unsigned scales,
+                                      float (&acc)[Tokens / 2]) {
         const float2 scale = Pair<T>::unpack(reinterpret_cast<const Two&>(scales));
 #pragma unroll
         for (int i = 0; i < Tokens / 2; ++i) acc[i] += part[i] * (i / 2 % 2 ? scale.y : scale.x);

@@ -14,8 +14,9 @@ struct W4Kernel {
 // Every kernel that there is. Two blocks to a multiprocessor where their registers and shared memory fit: the
 // next kernel's first block can then start while this one's last ends.
 inline constexpr W4Kernel kW4Kernels[] = {
-    {2, 8, 2},  {3, 8, 2},  {4, 8, 2},  {4, 8, 1},  {2, 16, 2},  {3, 16, 2},  {4, 16, 1},  {2, 32, 2},  {3, 32, 1},
-    {4, 32, 1}, {2, 64, 2}, {3, 64, 1}, {4, 64, 1}, {2, 128, 1}, {3, 128, 1}, {4, 128, 1}, {2, 256, 1},
+    {2, 8, 2},  {3, 8, 2},   {4, 8, 2},   {4, 8, 1},   {2, 16, 2},  {3, 16, 2},
+    {4, 16, 1}, {2, 32, 2},  {3, 32, 1},  {4, 32, 1},  {2, 64, 2},  {3, 64, 1},
+    {4, 64, 1}, {2, 128, 1}, {3, 128, 1}, {4, 128, 1}, {2, 256, 1},
 };
 
 struct W4Plan {
@@ -23,7 +24,8 @@ struct W4Plan {
     int splits;  // thread blocks that share K: 1 to 8
 };
 
-// For y [rows, N] = x [rows, K] w^T: as measured where the table has the shape, else by estimate.
-W4Plan choose_w4_plan(int n, int k, int rows, int multiprocessors);
+// For y [rows, N] = x [rows, K] w^T: as measured where the table has the shape, else by estimate. `overlap`:
+// for launches that may begin before the kernel before them is done, where room for both counts.
+W4Plan choose_w4_plan(int n, int k, int rows, int multiprocessors, bool overlap);
 
 }  // namespace turbomill::cuda

@@ -48,37 +48,37 @@ __device__ inline void products_wait() {
 #define TM_N8 TM_N4 ",%4,%5,%6,%7"
 #define TM_N16 TM_N8 ",%8,%9,%10,%11,%12,%13,%14,%15"
 #define TM_N32 TM_N16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-#define TM_N64                                                                                       \
-    TM_N32                                                                                           \
+#define TM_N64                                                                                          \
+    TM_N32                                                                                              \
     ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55," \
     "%56,%57,%58,%59,%60,%61,%62,%63"
-#define TM_N128                                                                                      \
-    TM_N64                                                                                           \
+#define TM_N128                                                                                         \
+    TM_N64                                                                                              \
     ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87," \
-    "%88,%89,%90,%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,"  \
+    "%88,%89,%90,%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,"     \
     "%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 
 // D: list of half as many registers as columns; a0..keep: the operands that follow them.
-#define TM_WGMMA(columns, type, registers, names, a0, a1, a2, a3, b, keep)                                 \
-    asm volatile("{.reg .pred p; setp.ne.b32 p, " keep ", 0; wgmma.mma_async.sync.aligned.m64n" columns    \
+#define TM_WGMMA(columns, type, registers, names, a0, a1, a2, a3, b, keep)                                   \
+    asm volatile("{.reg .pred p; setp.ne.b32 p, " keep ", 0; wgmma.mma_async.sync.aligned.m64n" columns      \
                  "k16.f32." type "." type " {" names "}, {" a0 "," a1 "," a2 "," a3 "}, " b ", p, 1, 1, 0;}" \
-                 : registers(0)                                                                            \
+                 : registers(0)                                                                              \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(rows), "r"(add))
 
-#define TM_WGMMA_BY_COLUMNS(type)                                                                      \
-    if constexpr (N == 8) {                                                                            \
-        TM_WGMMA("8", type, TM_D4, TM_N4, "%4", "%5", "%6", "%7", "%8", "%9");                         \
-    } else if constexpr (N == 16) {                                                                    \
-        TM_WGMMA("16", type, TM_D8, TM_N8, "%8", "%9", "%10", "%11", "%12", "%13");                    \
-    } else if constexpr (N == 32) {                                                                    \
-        TM_WGMMA("32", type, TM_D16, TM_N16, "%16", "%17", "%18", "%19", "%20", "%21");                \
-    } else if constexpr (N == 64) {                                                                    \
-        TM_WGMMA("64", type, TM_D32, TM_N32, "%32", "%33", "%34", "%35", "%36", "%37");                \
-    } else if constexpr (N == 128) {                                                                   \
-        TM_WGMMA("128", type, TM_D64, TM_N64, "%64", "%65", "%66", "%67", "%68", "%69");               \
-    } else {                                                                                           \
-        static_assert(N == 256);                                                                       \
-        TM_WGMMA("256", type, TM_D128, TM_N128, "%128", "%129", "%130", "%131", "%132", "%133");       \
+#define TM_WGMMA_BY_COLUMNS(type)                                                                \
+    if constexpr (N == 8) {                                                                      \
+        TM_WGMMA("8", type, TM_D4, TM_N4, "%4", "%5", "%6", "%7", "%8", "%9");                   \
+    } else if constexpr (N == 16) {                                                              \
+        TM_WGMMA("16", type, TM_D8, TM_N8, "%8", "%9", "%10", "%11", "%12", "%13");              \
+    } else if constexpr (N == 32) {                                                              \
+        TM_WGMMA("32", type, TM_D16, TM_N16, "%16", "%17", "%18", "%19", "%20", "%21");          \
+    } else if constexpr (N == 64) {                                                              \
+        TM_WGMMA("64", type, TM_D32, TM_N32, "%32", "%33", "%34", "%35", "%36", "%37");          \
+    } else if constexpr (N == 128) {                                                             \
+        TM_WGMMA("128", type, TM_D64, TM_N64, "%64", "%65", "%66", "%67", "%68", "%69");         \
+    } else {                                                                                     \
+        static_assert(N == 256);                                                                 \
+        TM_WGMMA("256", type, TM_D128, TM_N128, "%128", "%129", "%130", "%131", "%132", "%133"); \
     }
 
 // Queues d = a b (`add` 0) or d += a b. Nobody may touch d or a before products_wait.
