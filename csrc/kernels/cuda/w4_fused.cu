@@ -1,4 +1,4 @@
-// Launching the fused kernels: the tensor map of x, and whether they run here at all.
+// Launching the fused kernels: the tensor maps of their operands, and whether they fit.
 #include <atomic>
 #include <string>
 

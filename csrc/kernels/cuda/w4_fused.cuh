@@ -1,11 +1,13 @@
-// W4A16 on Hopper, fused: Y^T = W X^T by wgmma, whose A operand, 64 rows of N, comes from registers, where
-// the store's words of codes become fragments by a few bit operations; activations are the B operand, in
-// shared memory. One warp keeps a ring of K tiles filled by bulk copies; each of the others' warpgroups
-// dequantizes and multiplies its own 64 rows, while the tensor cores work for its neighbours.
+// W4A16 on Hopper, fused: Y^T = W X^T on the tensor cores, whose A operand, rows of N, comes from registers,
+// where the store's words of codes become fragments by a few bit operations; activations are the B operand,
+// in shared memory. One thread keeps a ring of K tiles filled by the copy engine; each of the other
+// warpgroups dequantizes and multiplies its own 64 rows: w4_fused_products.cuh.
 //
 // When tiles are too few to fill the GPU, K is split over the blocks of a cluster, which add their results in
 // order through each other's shared memory: no workspace, and the same bits every time.
 #pragma once
+
+#include <type_traits>
 
 #include "kernels/cuda/w4_fused_products.cuh"
 

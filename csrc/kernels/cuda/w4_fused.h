@@ -18,8 +18,7 @@ struct FusedJob {
     int rows;
     int n_blocks, m_tiles;
     int splits;
-    bool direct;  // 16-bit results straight from the accumulators: one thread block takes several tiles in
-                  // turn
+    bool direct;  // 16-bit results, no sums to exchange: a thread block takes several tiles in turn
 };
 
 // What the copy engine knows of the operands. A stage of a kernel's ring takes one box of codes, scales and

@@ -13,8 +13,7 @@ namespace turbomill::cuda {
 template <int Groups, int Tokens, int Blocks, bool Whole>
 struct FusedSizes {
     static constexpr int kRows = 64 * Groups;
-    // Where accumulators fill the registers, a whole warpgroup stands by the copying warp, to hand its own
-    // on.
+    // Where accumulators fill the registers, a whole warpgroup copies, to hand most of its own on.
     static constexpr bool kHandsOn = Groups * Tokens >= 512;
     static constexpr int kThreads = 128 * Groups + (kHandsOn ? 128 : 32);
     static constexpr int kCopyRegisters = Groups == 2 ? 40 : 32, kProductRegisters = Groups == 2 ? 232 : 112;
@@ -174,8 +173,7 @@ template <class T, int Groups, int Tokens, bool Whole, class Sizes>
 class WarpProducts {
   public:
     __device__ WarpProducts(const FusedRing<Groups, Sizes>& ring, const FusedJob& job) : at_(ring, job) {
-        // Lane 8q + r names row r of the q-th eight columns; in the copy engine's swizzle those lie at (q ^
-        // r).
+        // Lane 8q + r names row r of the q-th eight columns, which the copy engine's swizzle puts at q ^ r.
         const int row = threadIdx.x % 8, eight = threadIdx.x % 32 / 8;
         input_ = ring.input(0) + row * 128 + (eight ^ row) * 16;
     }

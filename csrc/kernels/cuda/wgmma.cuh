@@ -8,6 +8,7 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "kernels/cuda/hopper.cuh"
 
@@ -66,11 +67,7 @@ __device__ inline void products_wait() {
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(rows), "r"(add))
 
 #define TM_WGMMA_BY_COLUMNS(type)                                                                \
-    if constexpr (N == 8) {                                                                      \
-        TM_WGMMA("8", type, TM_D4, TM_N4, "%4", "%5", "%6", "%7", "%8", "%9");                   \
-    } else if constexpr (N == 16) {                                                              \
-        TM_WGMMA("16", type, TM_D8, TM_N8, "%8", "%9", "%10", "%11", "%12", "%13");              \
-    } else if constexpr (N == 32) {                                                              \
+    if constexpr (N == 32) {                                                                     \
         TM_WGMMA("32", type, TM_D16, TM_N16, "%16", "%17", "%18", "%19", "%20", "%21");          \
     } else if constexpr (N == 64) {                                                              \
         TM_WGMMA("64", type, TM_D32, TM_N32, "%32", "%33", "%34", "%35", "%36", "%37");          \
