@@ -51,7 +51,7 @@ bench: install
 	$(VENV)/bin/turbomill bench engine demo
 
 # Compiles every kernel, and the host code around them but for the cuBLAS calls, without a GPU or cuBLAS.
-CUDA_HEADERS := $(wildcard csrc/kernels/cuda/*.h csrc/kernels/cuda/*.cuh csrc/core/*.h)
+CUDA_HEADERS := $(wildcard csrc/kernels/cuda/*.h csrc/kernels/cuda/*.cuh csrc/kernels/cuda/*.inc csrc/core/*.h)
 CUDA_KERNELS := $(patsubst csrc/kernels/cuda/%.cu,build/cuda-check/%.o,$(wildcard csrc/kernels/cuda/*.cu))
 CUDA_HOST    := $(patsubst csrc/kernels/cuda/%.cc,build/cuda-check/%.checked,\
                 $(filter-out csrc/kernels/cuda/gemm.cc,$(wildcard csrc/kernels/cuda/*.cc)))
