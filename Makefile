@@ -13,7 +13,7 @@ GPU_ARCH   ?= 80;90a
 GPU_BUILD  := build/gpu
 GPU_PYTEST ?=
 
-.PHONY: install demo test lint format bench clean cuda-check gpu-build gpu-check bench-gpu
+.PHONY: install demo test lint format bench clean cuda-check gpu-build gpu-check bench-gpu tune-gpu
 
 install: $(BUILT)
 
@@ -51,7 +51,7 @@ bench: install
 	$(VENV)/bin/turbomill bench engine demo
 
 # Compiles every kernel, and the host code around them but for the cuBLAS calls, without a GPU or cuBLAS.
-CUDA_HEADERS := $(wildcard csrc/kernels/cuda/*.h csrc/kernels/cuda/*.cuh csrc/core/*.h)
+CUDA_HEADERS := $(wildcard csrc/kernels/cuda/*.h csrc/kernels/cuda/*.cuh csrc/kernels/cuda/*.inc csrc/core/*.h)
 CUDA_KERNELS := $(patsubst csrc/kernels/cuda/%.cu,build/cuda-check/%.o,$(wildcard csrc/kernels/cuda/*.cu))
 CUDA_HOST    := $(patsubst csrc/kernels/cuda/%.cc,build/cuda-check/%.checked,\
                 $(filter-out csrc/kernels/cuda/gemm.cc,$(wildcard csrc/kernels/cuda/*.cc)))
@@ -85,6 +85,11 @@ gpu-check: gpu-build
 
 bench-gpu: gpu-build
 	PYTHONPATH=src $(GPU_PYTHON) -m turbomill.reports.bench_gpu
+
+# Times the plans of the fused 4-bit kernels, writes their table, and builds with it.
+tune-gpu: gpu-build
+	PYTHONPATH=src $(GPU_PYTHON) -m turbomill.reports.bench_gpu.tune
+	$(MAKE) gpu-build
 
 clean:
 	rm -rf build $(VENV) demo

@@ -38,6 +38,9 @@ if(TURBOMILL_CUDA_FOUND)
     csrc/kernels/cuda/sampling.cu
     csrc/kernels/cuda/w4_dequantize.cu
     csrc/kernels/cuda/w4_few_rows.cu
+    csrc/kernels/cuda/w4_fused.cu
+    csrc/kernels/cuda/w4_fused_bf16.cu
+    csrc/kernels/cuda/w4_fused_f16.cu
     csrc/kernels/cuda/backend.cc
     csrc/kernels/cuda/device.cc
     csrc/kernels/cuda/device_weights.cc
@@ -45,7 +48,8 @@ if(TURBOMILL_CUDA_FOUND)
     csrc/kernels/cuda/linear.cc
     csrc/kernels/cuda/memory.cc
     csrc/kernels/cuda/step.cc
-    csrc/kernels/cuda/tiles.cc)
+    csrc/kernels/cuda/tiles.cc
+    csrc/kernels/cuda/w4_plan.cc)
   target_include_directories(kernels_cuda PUBLIC csrc ${CUBLASLT_INCLUDE_DIR} ${CUDAToolkit_INCLUDE_DIRS})
   target_compile_definitions(kernels_cuda PUBLIC TM_CUDA)
   target_compile_options(kernels_cuda PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra>

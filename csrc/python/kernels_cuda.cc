@@ -77,11 +77,11 @@ Floats dense_linear(const Floats& x, const Floats& w, const Floats& bias, const 
     return y.array({rows, n});
 }
 
-// `way`: "in_place", "as_dense", or "" for the one that the engine takes.
+// `way`: "in_place", "as_dense", "fused" with `plan`, or "" for the one that the engine takes.
 Floats w4_linear(const Floats& x, const Bytes& codes, const Bits16& scales,
                  const std::optional<Bits16>& zeros, int n, int k, const Floats& bias,
                  const std::string& dtype, const std::string& scale_dtype, const std::string& out_dtype,
-                 const std::string& way) {
+                 const std::string& way, const std::optional<PlanTuple>& plan) {
     const DType type = parse_dtype(dtype), out = parse_dtype(out_dtype);
     require(codes.ndim() == 5 && scales.ndim() == 3,
             "codes must be [N/64, K/64, 4, 32, 16], scales [N/64, G, 64]");
@@ -109,10 +109,40 @@ Floats w4_linear(const Floats& x, const Bytes& codes, const Bits16& scales,
         run.w4_in_place(linear, input.as<void>(), rows, y.as<void>(), out);
     } else if (way == "as_dense") {
         run.w4_as_dense(linear, input.as<void>(), rows, y.as<void>(), out);
+    } else if (way == "fused") {
+        require(plan && cuda::w4_fused_fits(type, linear.w4, input.as<void>()),
+                "the fused kernels do not fit here, or there is no plan");
+        run.w4_fused(linear, input.as<void>(), rows, y.as<void>(), out, plan_of(*plan));
     } else {
         run(linear, input.as<void>(), rows, y.as<void>(), out);
     }
     return y.array({rows, n});
+}
+
+// `count` products one after the other, each with the result of the last: x, then W x, W W x, ... of a square
+// W.
+Floats w4_chain(const Floats& x, const Bytes& codes, const Bits16& scales, int count,
+                const std::string& dtype, bool overlap) {
+    const DType type = parse_dtype(dtype);
+    const int rows = int(x.shape(0)), k = int(x.shape(1)), groups = int(scales.shape(1));
+    const DeviceArray first(x, type), second(type, size_t(rows) * k),
+        code_bytes(codes.data(), codes.nbytes()), scale_bytes(scales.data(), scales.nbytes());
+    cuda::DeviceLinear linear;
+    linear.n = linear.k = k;
+    linear.w4 = {code_bytes.as<uint8_t>(),
+                 scale_bytes.as<void>(),
+                 nullptr,
+                 type == DType::BF16,
+                 k,
+                 k,
+                 k / 64,
+                 groups,
+                 k / groups};
+    cuda::LinearRunner run(type, size_t(k) * k, nullptr);
+    run.set_overlap(overlap);
+    for (int i = 0; i < count; ++i)
+        run(linear, (i % 2 ? second : first).as<void>(), rows, (i % 2 ? first : second).as<void>(), type);
+    return (count % 2 ? second : first).array({rows, k});
 }
 
 // Causal attention of the last rows of qkv [T, (Nq + 2 Nkv) D] over all T keys and values, through a paged
@@ -272,7 +302,9 @@ void register_kernels_cuda(py::module_& parent) {
           py::arg("out_dtype"));
     m.def("w4_linear", &w4_linear, py::arg("x"), py::arg("codes"), py::arg("scales"), py::arg("zeros"),
           py::arg("n"), py::arg("k"), py::arg("bias") = none, py::arg("dtype"), py::arg("scale_dtype"),
-          py::arg("out_dtype"), py::arg("way") = "");
+          py::arg("out_dtype"), py::arg("way") = "", py::arg("plan") = py::none());
+    m.def("w4_chain", &w4_chain, py::arg("x"), py::arg("codes"), py::arg("scales"), py::arg("count"),
+          py::arg("dtype"), py::arg("overlap"));
     m.def("attention", &attention, py::arg("qkv"), py::arg("num_heads"), py::arg("num_kv_heads"),
           py::arg("head_dim"), py::arg("context"), py::arg("block_len") = 64, py::arg("quant_policy") = 0,
           py::arg("cache_dtype"), py::arg("dtype"), py::arg("inv_freq") = std::vector<float>(),

@@ -38,13 +38,16 @@ def check_linear(dtype: str) -> float:
     return worst
 
 
-def linears(dtype: str, repeats: int) -> list[dict[str, Any]]:
-    """Microseconds of 4-bit group-128 linears [{"N", "K", "M", "us", "floor_us"}]."""
+def linears(dtype: str, repeats: int, overlap: bool = False) -> list[dict[str, Any]]:
+    """Microseconds of 4-bit group-128 linears [{"N", "K", "M", "us", "floor_us"}].
+
+    `overlap`: by programmatic dependent launch, a kernel's weights begin to arrive while the one before ends.
+    """
     check_linear(dtype)
     rows = []
     for m in ROWS:
         for n, k in SHAPES:
-            us = _core.kernels_cuda.bench_linear(n, k, m, 128, dtype, repeats=repeats)
+            us = _core.kernels_cuda.bench_linear(n, k, m, 128, dtype, overlap=overlap, repeats=repeats)
             moved = n * k / 2 + n * k / 64 + 2 * m * (n + k)
             floor = max(moved / BANDWIDTH, 2.0 * m * n * k / FLOPS) * 1e6
             rows.append({"N": n, "K": k, "M": m, "us": round(us, 2), "floor_us": round(floor, 2)})

@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "core/dtype.h"
+#include "kernels/cuda/w4_plan.h"
 
 namespace turbomill::cuda {
 
@@ -133,6 +134,16 @@ void w4_few_rows(DType type, DType out, const W4View& w, const void* x, const fl
                  const W4Workspace& workspace, cudaStream_t stream);
 // dense [N, K] = the weight in T, rounded
 void w4_dequantize(DType type, const W4View& w, void* dense, cudaStream_t stream);
+
+// Whether the build has machine code for sm_90a and the current GPU runs it: w4_fused has no other.
+bool w4_fused_runs();
+// Whether w4_fused takes this weight and these activations.
+bool w4_fused_fits(DType type, const W4View& w, const void* x);
+// y [rows, N] = x [rows, K] w^T + bias, weights rounded to T. `overlap`: weights may arrive before the kernel
+// launched before this one is done (programmatic dependent launch). Throws std::invalid_argument for a plan
+// that has no kernel.
+void w4_fused(DType type, DType out, const W4View& w, const void* x, const float* bias, void* y, int rows,
+              const W4Plan& plan, int multiprocessors, bool overlap, cudaStream_t stream);
 
 // One token for each row of logits [count, V]: tokens[i] is the token, or -1 when the row is not finite.
 // Tokens also become their slot's last sample.
