@@ -14,6 +14,8 @@ HEADS = [
     (3, 3, 96),
     (32, 8, 128),
     (20, 1, 64),
+    (16, 1, 64),
+    (12, 1, 128),
     (4, 2, 24),
     (2, 1, 256),
 ]
@@ -28,6 +30,7 @@ SPANS = [
     (129, 100, 29),
     (300, 256, 40),
     (700, 697, 1),
+    (133, 125, 4),
 ]
 
 
@@ -104,7 +107,10 @@ def stored(x: np.ndarray, bits: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize(("nq", "nkv", "d"), [(9, 3, 64), (32, 8, 128), (4, 2, 80), (3, 3, 96), (4, 2, 24)])
+@pytest.mark.parametrize(
+    ("nq", "nkv", "d"),
+    [(9, 3, 64), (32, 8, 128), (16, 1, 64), (12, 1, 128), (4, 2, 80), (3, 3, 96), (4, 2, 24)],
+)
 @pytest.mark.parametrize("bits", [8, 4])
 def test_quantized_cache_is_attention_over_what_it_stored(
     bits: int, nq: int, nkv: int, d: int, dtype: str
@@ -134,3 +140,73 @@ def test_a_cache_of_another_type_than_activations(dtype: str) -> None:
             )
             expected = reference(np.concatenate([qkv[:, : 8 * 64], kept[:, 8 * 64 :]], 1), 8, 2, 64, context)
             gpu_tolerance.assert_close(out, expected, gpu_tolerance.ATTENTION[dtype])
+
+
+# Tokens of a batch's sequences, and how many of them are new: one long beside many short, all alike, borders of
+# the units of 64 keys, several new tokens, prompts beside decodes.
+BATCHES = {
+    "uneven": ([1900, 1, 3, 64, 65, 700, 129, 2], [1] * 8),
+    "even": ([256] * 9, [1] * 9),
+    "alone": ([1500], [1]),
+    "borders": ([63, 64, 65, 127, 128, 129, 191, 192, 193], [1] * 9),
+    "several": ([300, 70, 41, 5], [4, 2, 1, 3]),
+    "mixed": ([500, 90, 400, 33], [1, 90, 1, 20]),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(("nq", "nkv", "d"), [(32, 8, 128), (8, 2, 64), (16, 1, 128)])
+@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("name", BATCHES)
+def test_sequences_of_a_batch_do_not_meet(
+    name: str, bits: int, nq: int, nkv: int, d: int, dtype: str
+) -> None:
+    """Ranges of keys that blocks take end within sequences, and their parts are merged."""
+    tokens, lengths = BATCHES[name]
+    qkvs = [case(t, nq, nkv, d, dtype) for t in tokens]
+    out = _core.kernels_cuda.attention_batch(
+        qkvs, lengths, nq, nkv, d, quant_policy=0 if bits == 16 else bits, cache_dtype=dtype, dtype=dtype
+    )
+    bound = (gpu_tolerance.ATTENTION if bits == 16 else gpu_tolerance.ATTENTION_QUANTIZED)[dtype]
+    row = 0
+    for qkv, length in zip(qkvs, lengths, strict=True):
+        if bits < 16:
+            heads = np.ascontiguousarray(qkv[:, nq * d :].reshape(-1, d))
+            qkv = np.concatenate([qkv[:, : nq * d], stored(heads, bits).reshape(len(qkv), -1)], 1)
+        expected = reference(qkv, nq, nkv, d, len(qkv) - length)
+        gpu_tolerance.assert_close(out[row : row + length], expected, bound)
+        row += length
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(("key_size", "value_size"), [(1, 1e-3), (1, 30), (1e-2, 1), (20, 1)])
+def test_quantized_sizes(key_size: float, value_size: float, bits: int, dtype: str) -> None:
+    """Values far from 1 keep their precision, and scores far from 0 their order."""
+    nq, nkv, d, tokens = 8, 2, 128, 400
+    qkv = case(tokens, nq, nkv, d, dtype).reshape(tokens, nq + 2 * nkv, d)
+    qkv[:, nq : nq + nkv] *= key_size
+    qkv[:, nq + nkv :] *= value_size * np.exp2(np.random.default_rng().integers(-6, 7, (tokens, 1, 1)))
+    qkv = gpu_tolerance.rounded(qkv.reshape(tokens, -1), dtype)
+    heads = np.ascontiguousarray(qkv[:, nq * d :].reshape(-1, d))
+    expected = np.concatenate([qkv[:, : nq * d], stored(heads, bits).reshape(tokens, -1)], 1)
+    out = _core.kernels_cuda.attention(
+        qkv, nq, nkv, d, tokens - 1, quant_policy=bits, cache_dtype="float16", dtype=dtype
+    )
+    gpu_tolerance.assert_close(
+        out, reference(expected, nq, nkv, d, tokens - 1), gpu_tolerance.ATTENTION_QUANTIZED[dtype]
+    )
+
+
+def test_attention_gives_the_same_bits_every_time() -> None:
+    """Parts of a sequence are merged in order, whichever block arrives last."""
+    tokens, lengths = BATCHES["uneven"]
+    qkvs = [case(t, 32, 8, 128, "float16") for t in tokens]
+    runs = [
+        _core.kernels_cuda.attention_batch(
+            qkvs, lengths, 32, 8, 128, quant_policy=8, cache_dtype="float16", dtype="float16"
+        )
+        for _ in range(4)
+    ]
+    for run in runs[1:]:
+        np.testing.assert_array_equal(run, runs[0])

@@ -54,6 +54,16 @@ struct W4View {
     int k_tiles, groups, group;
 };
 
+// While one lives, the kernels that its thread launches start when those before them have ended
+// (overlap.cuh).
+class NoOverlap {
+  public:
+    NoOverlap();
+    ~NoOverlap();
+    NoOverlap(const NoOverlap&) = delete;
+    NoOverlap& operator=(const NoOverlap&) = delete;
+};
+
 // Whether this build holds machine code for the current GPU.
 bool kernels_fit_device();
 
@@ -85,7 +95,7 @@ struct RopeArgs {
     void* qkv;               // [T, (Nq + 2 Nkv) D] in T; Q and K are rotated, Q and K written back
     const float *cos, *sin;  // [session_len, half]
     int half;
-    const int *positions, *row_slice;  // [T]
+    const int *positions, *row_slice;  // [T]; a row of slice -1 is not cached
     const SliceInfo* slices;
     const int* blocks;
     int tokens, num_heads;
@@ -111,6 +121,28 @@ struct AttentionParts {
     float* data;
     unsigned* counters;
 };
+// A slice of at most kQueryRows query rows as attention_decode takes it.
+struct DecodeEntry {
+    int first_unit;  // units of kDecodeUnit keys of the entries before it
+    int context, length, first_row, block_offset;
+};
+constexpr int kDecodeUnit = 64;
+constexpr int kMostDecodeBlocks = 4;  // on a multiprocessor
+
+struct DecodeArgs {
+    const void* qkv;             // [T, (Nq + 2 Nkv) D] in T
+    void* out;                   // [T, Nq D] in T
+    const DecodeEntry* entries;  // [count + 1]: the last holds the number of all units
+    const int* blocks;
+    int count, most_rows, num_heads;  // most_rows: query rows of the longest slice
+};
+// Whether attention_decode has kernels for these.
+bool attention_decode_fits(DType type, const CacheView& cache);
+// Its workspace has 2 kMostDecodeBlocks slots for each multiprocessor and half as many counters, whatever the
+// number of KV heads.
+void attention_decode(DType type, const DecodeArgs& args, const AttentionParts& parts, const CacheView& cache,
+                      int layer, int multiprocessors, cudaStream_t stream);
+
 // Whether attention_tensor has kernels for these.
 bool attention_tensor_fits(DType type, const CacheView& cache);
 // On the tensor cores. `tile_rows`: kQueryRows or kPromptRows (whose tiles have one part).
@@ -134,9 +166,22 @@ void w4_few_rows(DType type, DType out, const W4View& w, const void* x, const fl
 // dense [N, K] = the weight in T, rounded
 void w4_dequantize(DType type, const W4View& w, void* dense, cudaStream_t stream);
 
+// What a block of the sampler found in its piece of a row.
+struct SamplePart {
+    unsigned long long greatest;  // the key of the greatest logit
+    double race;                  // of the winner of a draw from all tokens; -1: none was run
+    int winner;
+    int finite;
+};
+// Rows * sample_pieces(vocab) parts, and a counter each row, zero before and after.
+struct SampleWorkspace {
+    SamplePart* parts;
+    unsigned* counters;
+};
+int sample_pieces(int vocab);
 // One token for each row of logits [count, V]: tokens[i] is the token, or -1 when the row is not finite.
 // Tokens also become their slot's last sample.
 void sample(const float* logits, int vocab, const SampleInfo* info, int count, int* tokens, int* last_token,
-            cudaStream_t stream);
+            const SampleWorkspace& workspace, cudaStream_t stream);
 
 }  // namespace turbomill::cuda

@@ -13,22 +13,25 @@ constexpr int kBlocksPerProcessor = 12;  // several waves, so that the last one 
 
 }  // namespace
 
-TilePlanner::TilePlanner(const ModelConfig& model, bool tensor, int multiprocessors)
+TilePlanner::TilePlanner(const ModelConfig& model, AttentionKernels kernels, int multiprocessors)
     : group_(model.group()),
       kv_heads_(model.num_kv_heads),
-      tensor_(tensor),
+      kernels_(kernels),
       target_(ceil_div(kBlocksPerProcessor * multiprocessors, kv_heads_)),
       // Parts have at least total / target keys, so fewer than `target` tiles have several, and these have at
       // most `target` parts and one more each.
-      slots_(tensor ? 2 * size_t(target_) + 2 : 0) {}
+      slots_(kernels == AttentionKernels::Tensor ? 2 * size_t(target_) + 2 : 0) {}
 
 size_t TilePlanner::most_tiles(size_t slices, size_t tokens) const {
     return slices + tokens * group_ / kQueryRows + slots_;
 }
 
-void TilePlanner::plan(const BatchData& batch) {
+void TilePlanner::plan(const BatchData& batch, int padding) {
     decodes.clear();
     prompts.clear();
+    entries.clear();
+    most_rows = 0;
+    int units = 0, block_offset = 0, first_row = 0;
     int64_t total = 0;  // keys of all decodes
     for (const auto& slice : batch.slices)
         if (slice.length * group_ <= kQueryRows) total += slice.context + slice.length;
@@ -37,12 +40,19 @@ void TilePlanner::plan(const BatchData& batch) {
     for (int i = 0; i < int(batch.slices.size()); ++i) {
         const Slice& slice = batch.slices[i];
         const int rows = slice.length * group_, keys = slice.context + slice.length;
-        if (!tensor_) {
+        const int row = first_row, blocks = block_offset;
+        first_row += slice.length;
+        block_offset += int(slice.blocks.size());
+        if (kernels_ == AttentionKernels::Any) {
             for (int first = 0; first < rows; first += kQueryRows)
                 decodes.push_back({i, first, 0, keys, 0, 0, 1});
         } else if (rows > kQueryRows) {
             for (int first = 0; first < rows; first += kPromptRows)
                 prompts.push_back({i, first, 0, keys, 0, 0, 1});
+        } else if (kernels_ == AttentionKernels::Decode) {
+            entries.push_back({units, slice.context, slice.length, row, blocks});
+            units += ceil_div(keys, kDecodeUnit);
+            most_rows = std::max(most_rows, rows);
         } else {
             const int wanted = ceil_div(keys, most), size = ceil_div(ceil_div(keys, wanted), kKeys) * kKeys;
             const int parts = ceil_div(keys, size);
@@ -51,6 +61,7 @@ void TilePlanner::plan(const BatchData& batch) {
             if (parts > 1) slot += parts;
         }
     }
+    if (!entries.empty()) entries.resize(entries.size() + padding + 1, {units, 0, 0, 0, 0});
 }
 
 }  // namespace turbomill::cuda
