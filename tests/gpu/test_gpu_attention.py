@@ -142,8 +142,8 @@ def test_a_cache_of_another_type_than_activations(dtype: str) -> None:
             gpu_tolerance.assert_close(out, expected, gpu_tolerance.ATTENTION[dtype])
 
 
-# Tokens of a batch's sequences, and how many of them are new: one long beside many short, all alike, borders of
-# the units of 64 keys, several new tokens, prompts beside decodes.
+# Tokens of a batch's sequences, and how many of them are new: one long beside many short, all alike, borders
+# of the units of 64 keys, several new tokens, prompts beside decodes.
 BATCHES = {
     "uneven": ([1900, 1, 3, 64, 65, 700, 129, 2], [1] * 8),
     "even": ([256] * 9, [1] * 9),

@@ -22,9 +22,6 @@ namespace turbomill::cuda {
 namespace {
 
 constexpr int kWarps = 4;
-constexpr int kFewestUnits = 4;  // of a block: fewer are not worth a merge
-constexpr int kMostParts = 128;  // of a pair, about: their sums meet in shared memory
-
 // 2^v; below the normal range it is 0.
 __device__ inline float power_of_two(float v) {
     float r;
@@ -41,7 +38,7 @@ constexpr int kPart = 16 * D + 32;  // floats of a partial result: 16 rows, thei
 template <int Bits, int D, int Columns, int Keys, int Stages>
 constexpr int kDecodeShared = std::max({kWarps * Stages * kStageBytes<Bits, D, Keys>,  // the rings,
                                         kWarps * 8 * Columns * (D + 4) * 4,            // warps that merge,
-                                        (kMostParts + 2) * 32 * 4});                   // parts that merge
+                                        (kMostDecodeParts + 2) * 32 * 4});             // parts that merge
 
 __device__ inline int log2_of(int power) {
     return 31 - __clz(power);
@@ -64,38 +61,28 @@ class KeyStream {
           next_(begin + threadIdx.x / 32 * Keys),
           read_(next_),
           ring_(ring) {
-        if (next_ < end_) block_ = blocks_[next_ >> shift_];
+#pragma unroll
+        for (int i = 0; i < Stages; ++i) {
+            const int key = next_ + i * kWarps * Keys;
+            first_blocks_[i] = key < end_ ? blocks_[key >> shift_] : 0;
+        }
     }
 
     // Whether there is a tile to ask for, and its end.
     __device__ bool wants() const { return next_ < end_; }
     __device__ int wanted_end() const { return next_ + Keys; }
 
+    // Asks for tile i < Stages - 1, the first of all, whose blocks were looked up together.
+    __device__ void request_first(int i) {
+        block_ = first_blocks_[i];
+        request();
+        block_ = first_blocks_[i + 1];
+    }
+
     // Asks for the next tile, if there is one; a group of copies either way.
-    __device__ void request() {
-        if (next_ < end_) {
-            const int lane = threadIdx.x % 32, place = next_ & (c_.block_len - 1);
-            const int64_t block = block_ * c_.block_bytes;
-            const int valid = all_ - next_;
-            uint8_t* stage = ring_ + write_ * kStageBytes<Bits, D, Keys>;
-            const uint8_t* rows = keys_ + block + place * DecodeFormat<Bits, D>::kRow;
-            request_rows<Bits, D, Keys>(stage, rows, valid, lane);
-            request_rows<Bits, D, Keys>(stage + kTileBytes<Bits, D, Keys>,
-                                        rows + c_.heads * int64_t(c_.head_bytes), valid, lane);
-            if constexpr (Bits < 16) {
-                if (lane < Keys / 2) {
-                    const int value = lane / (Keys / 4), chunk = lane % (Keys / 4);
-                    copy_async(
-                        stage + 2 * kTileBytes<Bits, D, Keys> + 16 * lane,
-                        params_ + block + value * int64_t(c_.heads) * c_.param_bytes + 4 * place + 16 * chunk,
-                        16);
-                }
-            }
-            next_ += kWarps * Keys;
-            if (next_ < end_) block_ = blocks_[next_ >> shift_];  // in time for the next call
-        }
-        commit_copies();
-        write_ = write_ + 1 == Stages ? 0 : write_ + 1;
+    __device__ void request_next() {
+        request();
+        if (next_ < end_) block_ = blocks_[next_ >> shift_];  // in time for the next call
     }
 
     // Waits for the oldest tile that was not taken yet. The warp is done with the tile before it.
@@ -116,11 +103,37 @@ class KeyStream {
     }
 
   private:
+    __device__ void request() {
+        if (next_ < end_) {
+            const int lane = threadIdx.x % 32, place = next_ & (c_.block_len - 1);
+            const int64_t block = block_ * c_.block_bytes;
+            const int valid = all_ - next_;
+            uint8_t* stage = ring_ + write_ * kStageBytes<Bits, D, Keys>;
+            const uint8_t* rows = keys_ + block + place * DecodeFormat<Bits, D>::kRow;
+            request_rows<Bits, D, Keys>(stage, rows, valid, lane);
+            request_rows<Bits, D, Keys>(stage + kTileBytes<Bits, D, Keys>,
+                                        rows + c_.heads * int64_t(c_.head_bytes), valid, lane);
+            if constexpr (Bits < 16) {
+                if (lane < Keys / 2) {
+                    const int value = lane / (Keys / 4), chunk = lane % (Keys / 4);
+                    copy_async(
+                        stage + 2 * kTileBytes<Bits, D, Keys> + 16 * lane,
+                        params_ + block + value * int64_t(c_.heads) * c_.param_bytes + 4 * place + 16 * chunk,
+                        16);
+                }
+            }
+            next_ += kWarps * Keys;
+        }
+        commit_copies();
+        write_ = write_ + 1 == Stages ? 0 : write_ + 1;
+    }
+
     const CacheView& c_;
     const uint8_t *keys_, *params_;
     const int* blocks_;
     const int shift_, end_, all_;
     int next_, read_, block_ = 0, write_ = 0, take_ = 0;
+    int first_blocks_[Stages];
     uint8_t* ring_;
 };
 
@@ -378,6 +391,9 @@ struct Output {
     }
 };
 
+__device__ inline float4 scaled(const float4& v, float by) {
+    return make_float4(v.x * by, v.y * by, v.z * by, v.w * by);
+}
 __device__ inline void add_scaled(float4& sum, float weight, const float4& v) {
     sum.x += weight * v.x, sum.y += weight * v.y, sum.z += weight * v.z, sum.w += weight * v.w;
 }
@@ -387,7 +403,33 @@ __device__ inline void add_scaled(float4& sum, float weight, const float4& v) {
 template <class T, int D>
 __device__ void merge_parts(const float* data, int first, int rest, int parts, int rows, float* scratch,
                             const Output<T, D>& output) {
+    constexpr int kAtOnce = 4;  // parts that a thread has under way
     const auto part = [&](int p) { return data + int64_t(p == 0 ? first : rest + 2 * (p - 1)) * kPart<D>; };
+    if (parts <= kAtOnce) {  // everything in one go
+        for (int i = threadIdx.x; i < rows * D / 4; i += kWarps * 32) {
+            const int row = i / (D / 4);
+            float4 out[kAtOnce];
+            float top[kAtOnce], sum[kAtOnce], greatest = -INFINITY, total = 0.f;
+#pragma unroll
+            for (int p = 0; p < kAtOnce; ++p) {
+                const float* source = part(min(p, parts - 1));
+                out[p] = __ldcg(reinterpret_cast<const float4*>(source) + i);
+                top[p] = __ldcg(source + 16 * D + row);
+                sum[p] = __ldcg(source + 16 * D + 16 + row);
+            }
+#pragma unroll
+            for (int p = 0; p < kAtOnce; ++p) greatest = fmaxf(greatest, top[p]);
+            float4 all = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+            for (int p = 0; p < kAtOnce; ++p) {
+                const float weight = p < parts ? power_of_two(top[p] - greatest) : 0.f;
+                total += sum[p] * weight;
+                add_scaled(all, weight, out[p]);
+            }
+            output.write(row, i % (D / 4) * 4, scaled(all, 1.f / total));
+        }
+        return;
+    }
     float *tops = scratch, *sums = scratch + parts * 16;
     for (int i = threadIdx.x; i < parts * 16; i += kWarps * 32) {
         tops[i] = __ldcg(part(i / 16) + 16 * D + i % 16);
@@ -409,7 +451,7 @@ __device__ void merge_parts(const float* data, int first, int rest, int parts, i
     for (int i = threadIdx.x; i < rows * D / 4; i += kWarps * 32) {
         const int row = i / (D / 4);
         float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll 4
+#pragma unroll 8
         for (int p = 0; p < parts; ++p)
             add_scaled(sum, tops[p * 16 + row], __ldcg(reinterpret_cast<const float4*>(part(p)) + i));
         output.write(row, i % (D / 4) * 4, sum);
@@ -430,26 +472,16 @@ __global__ void __launch_bounds__(kWarps * 32, Blocks)
     const int group = a.num_heads / c.heads;
     const int64_t width = int64_t(a.num_heads + 2 * c.heads) * D;
 
-    // This block's range of the line.
-    const int units = a.entries[a.count].first_unit, total = units * c.heads;
-    const int share =
-        max(max(kFewestUnits, (total + int(gridDim.x) - 1) / int(gridDim.x)), units / kMostParts);
-    const int begin = blockIdx.x * share, end = min(total, begin + share);
-    if (begin >= end) {
+    const DecodeRange range = a.ranges[blockIdx.x];
+    if (range.begin >= range.end) {
         wait_for_previous();  // whoever waits for this kernel relies on those before it
         return;
     }
-    int head = begin / units, entry = 0;
-    for (int first = 0; first < a.count; first += kWarps * 32) {
-        const int i = first + threadIdx.x;
-        entry += __syncthreads_count(i < a.count && a.entries[i + 1].first_unit <= begin % units);
-    }
+    DecodeEntry e = range.first;
+    int head = range.head, entry = range.entry, pair_begin = range.pair_begin, pair_end = range.pair_end;
     bool waited = false;
-    for (int at = begin; at < end;) {
-        const DecodeEntry e = a.entries[entry];
-        const int pair_begin = head * units + e.first_unit,
-                  pair_end = head * units + a.entries[entry + 1].first_unit;
-        const int until = min(end, pair_end);
+    for (int at = range.begin; at < range.end;) {
+        const int until = min(range.end, pair_end);
         const int all = e.context + e.length, rows = e.length * group;
         KeyStream<Bits, D, Keys, Stages> stream(c, layer, head, a.blocks + e.block_offset,
                                                 (at - pair_begin) * kDecodeUnit,
@@ -461,7 +493,7 @@ __global__ void __launch_bounds__(kWarps * 32, Blocks)
                 wait_for_previous();
                 waited = true;
             }
-            stream.request();
+            stream.request_first(i);
         }
         if (!waited) wait_for_previous();
         waited = true;
@@ -476,7 +508,7 @@ __global__ void __launch_bounds__(kWarps * 32, Blocks)
         Running<D, Columns> r;
         for (int key; stream.next_tile(key);) {
             const uint8_t* stage = stream.take();
-            stream.request();
+            stream.request_next();
             attend<T, Bits, D, Columns, Keys>(stage, key, limit, e.context + 1, all, queries, r);
         }
 
@@ -505,7 +537,8 @@ __global__ void __launch_bounds__(kWarps * 32, Blocks)
         __syncthreads();
         const Output<T, D> output{static_cast<T*>(a.out), a.num_heads, e.first_row, head, group};
         const bool whole = at == pair_begin && until == pair_end;
-        const int first_block = pair_begin / share, parts = (pair_end - 1) / share - first_block + 1;
+        const int first_block = pair_begin / range.share;
+        const int parts = (pair_end - 1) / range.share - first_block + 1;
         const int slot = 2 * blockIdx.x + (at == pair_begin ? 1 : 0);
         float* part = workspace.data + int64_t(slot) * kPart<D>;
         for (int i = threadIdx.x; i < rows * D / 4; i += kWarps * 32) {
@@ -522,9 +555,7 @@ __global__ void __launch_bounds__(kWarps * 32, Blocks)
                            *reinterpret_cast<const float4*>(merged + (w * kRows + row) * kStride + column));
             }
             if (whole) {
-                const float inverse = 1.f / sum;
-                output.write(row, column,
-                             make_float4(out.x * inverse, out.y * inverse, out.z * inverse, out.w * inverse));
+                output.write(row, column, scaled(out, 1.f / sum));
                 continue;
             }
             reinterpret_cast<float4*>(part)[i] = out;
@@ -545,9 +576,13 @@ __global__ void __launch_bounds__(kWarps * 32, Blocks)
         }
         __syncthreads();  // the rings are free again
         at = until;
-        do {
+        if (at >= range.end) return;
+        pair_begin = at;
+        do {  // slices without keys are padding
             if (++entry == a.count) entry = 0, ++head;
-        } while (at < end && a.entries[entry + 1].first_unit == a.entries[entry].first_unit);
+            e = a.entries[entry];
+            pair_end = pair_begin + a.entries[entry + 1].first_unit - e.first_unit;
+        } while (pair_end == pair_begin);
     }
 }
 
@@ -556,39 +591,37 @@ void launch_decode(const DecodeArgs& args, const AttentionParts& parts, const Ca
                    int multiprocessors, cudaStream_t stream) {
     constexpr auto kernel = decode_kernel<T, Bits, D, Columns, Keys, Stages, Blocks>;
     constexpr int kShared = kDecodeShared<Bits, D, Columns, Keys, Stages>;
-    static_assert(Blocks <= kMostDecodeBlocks);
-    if constexpr (kShared > 48 * 1024)
-        check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared),
-              "attention_decode's shared memory");
+    static_assert(Blocks == decode_blocks(Bits, 8 * Columns));
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared),
+          "attention_decode's shared memory");
     launch_overlapped(kernel, dim3(multiprocessors * Blocks), kWarps * 32, kShared, stream,
                       "attention_decode", args, parts, cache, layer);
 }
 
-template <class T, int Bits, int D, int Keys, int Stages, int Blocks>
+template <class T, int Bits, int D, int Keys, int Stages>
 void launch_decode_rows(const DecodeArgs& args, const AttentionParts& parts, const CacheView& cache,
                         int layer, int multiprocessors, cudaStream_t stream) {
     if (args.most_rows <= 8)
-        launch_decode<T, Bits, D, 1, Keys, Stages, Blocks>(args, parts, cache, layer, multiprocessors,
-                                                           stream);
+        launch_decode<T, Bits, D, 1, Keys, Stages, decode_blocks(Bits, 8)>(args, parts, cache, layer,
+                                                                           multiprocessors, stream);
     else
-        launch_decode<T, Bits, D, 2, Keys, Stages, (Blocks + 1) / 2>(args, parts, cache, layer,
-                                                                     multiprocessors, stream);
+        launch_decode<T, Bits, D, 2, Keys, Stages, decode_blocks(Bits, 16)>(args, parts, cache, layer,
+                                                                            multiprocessors, stream);
 }
 
 }  // namespace
 
 // Once in each file that includes this, for the cache format of that file. Keys: of a tile; Stages: tiles of
 // a warp's ring; Blocks: on a multiprocessor.
-template <int Bits, int Keys, int Stages, int Blocks>
+template <int Bits, int Keys, int Stages>
 void attention_decode_for(DType type, const DecodeArgs& args, const AttentionParts& parts,
                           const CacheView& cache, int layer, int multiprocessors, cudaStream_t stream) {
     with_half_type(type, [&]<class T>() {
         if (cache.head_dim == 64)
-            launch_decode_rows<T, Bits, 64, Keys, Stages, Blocks>(args, parts, cache, layer, multiprocessors,
-                                                                  stream);
+            launch_decode_rows<T, Bits, 64, Keys, Stages>(args, parts, cache, layer, multiprocessors, stream);
         else
-            launch_decode_rows<T, Bits, 128, Keys, Stages, Blocks>(args, parts, cache, layer, multiprocessors,
-                                                                   stream);
+            launch_decode_rows<T, Bits, 128, Keys, Stages>(args, parts, cache, layer, multiprocessors,
+                                                           stream);
     });
 }
 

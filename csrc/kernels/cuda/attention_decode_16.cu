@@ -5,7 +5,7 @@ namespace turbomill::cuda {
 
 void attention_decode_16(DType type, const DecodeArgs& args, const AttentionParts& parts,
                          const CacheView& cache, int layer, int multiprocessors, cudaStream_t stream) {
-    attention_decode_for<16, 16, 3, 2>(type, args, parts, cache, layer, multiprocessors, stream);
+    attention_decode_for<16, 16, 2>(type, args, parts, cache, layer, multiprocessors, stream);
 }
 
 }  // namespace turbomill::cuda

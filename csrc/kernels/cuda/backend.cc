@@ -101,7 +101,7 @@ CudaBackend::CudaBackend(const ModelConfig& model, const EngineConfig& config, c
       cache_(view_of(layout_, cache_bytes_.as<uint8_t>())),
       attention_kernels_(choose_attention(type_, cache_)),
       multiprocessors_(multiprocessors(device_)),
-      step_(config, {model, attention_kernels_, multiprocessors_}, most_slots(config)),
+      step_(config, {model, attention_kernels_, cache_.bits, multiprocessors_}, most_slots(config)),
       last_token_((size_t(most_slots(config)) + 1) * 4, "the last tokens", "lower max_batch_size"),
       logit_rows_(most_slots(config)),
       normed_(size_t(logit_rows_) * model.hidden_size * dtype_bytes(type_), "the final norm",
@@ -113,10 +113,10 @@ CudaBackend::CudaBackend(const ModelConfig& model, const EngineConfig& config, c
       tokens_(size_t(logit_rows_) * 4, "the samples", "lower max_batch_size"),
       host_tokens_{PinnedMemory(size_t(logit_rows_) * 4), PinnedMemory(size_t(logit_rows_) * 4)} {
     make_rope_table(inv_freq);
-    const size_t slots =
-        attention_kernels_ == AttentionKernels::Decode
-            ? 2 * size_t(kMostDecodeBlocks) * multiprocessors_
-            : TilePlanner(model, attention_kernels_, multiprocessors_).slots() * model.num_kv_heads;
+    const size_t slots = attention_kernels_ == AttentionKernels::Decode
+                             ? 2 * size_t(kMostDecodeBlocks) * multiprocessors_
+                             : TilePlanner(model, attention_kernels_, cache_.bits, multiprocessors_).slots() *
+                                   model.num_kv_heads;
     parts_ = DeviceMemory(slots * kQueryRows * (model.head_dim + 2) * 4, "attention's partial results",
                           "lower cache_max_entry_count");
     part_counters_ = DeviceMemory(slots * 4, "attention's counters", "lower cache_max_entry_count");
@@ -252,8 +252,8 @@ void CudaBackend::attention(int layer, Buffer& qkv, Buffer& out) {
             break;
         case AttentionKernels::Decode:
             attention_decode(type_,
-                             {qkv.data(), out.data(), step_.entries(), step_.blocks(), step_.decode_entries,
-                              step_.decode_rows, model_.num_heads},
+                             {qkv.data(), out.data(), step_.ranges(), step_.entries(), step_.blocks(),
+                              step_.decode_entries, step_.decode_rows, model_.num_heads},
                              parts, cache_, layer, multiprocessors_, stream_);
             break;
     }

@@ -126,12 +126,29 @@ struct DecodeEntry {
     int first_unit;  // units of kDecodeUnit keys of the entries before it
     int context, length, first_row, block_offset;
 };
+// What one of its blocks does: units [begin, end) of the line of all units, head by head, entry by entry.
+struct alignas(16) DecodeRange {
+    int begin, end;
+    int share;                 // units of a block
+    int head, entry;           // where it begins
+    int pair_begin, pair_end;  // units of that head and entry
+    DecodeEntry first;         // that entry
+};
 constexpr int kDecodeUnit = 64;
-constexpr int kMostDecodeBlocks = 4;  // on a multiprocessor
+constexpr int kMostDecodeBlocks = 4;   // on a multiprocessor
+constexpr int kMostDecodeParts = 128;  // of an entry and head, about: their sums meet in shared memory
+
+// Blocks on a multiprocessor, for slices of at most `rows` query rows: as many as registers and shared memory
+// allow with the rings that were measured to be best.
+constexpr int decode_blocks(int bits, int rows) {
+    const int blocks = bits == 4 ? 4 : 3;
+    return rows <= 8 ? blocks : (blocks + 1) / 2;
+}
 
 struct DecodeArgs {
     const void* qkv;             // [T, (Nq + 2 Nkv) D] in T
     void* out;                   // [T, Nq D] in T
+    const DecodeRange* ranges;   // [multiprocessors * decode_blocks(bits, most_rows)]
     const DecodeEntry* entries;  // [count + 1]: the last holds the number of all units
     const int* blocks;
     int count, most_rows, num_heads;  // most_rows: query rows of the longest slice

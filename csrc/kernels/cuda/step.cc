@@ -24,6 +24,7 @@ size_t most_bytes(const EngineConfig& config, const TilePlanner& planner) {
     const size_t blocks = slices * ceil_div(config.session_len, config.block_len);
     const size_t tiles = planner.most_tiles(slices, tokens);
     return aligned(4 * tokens) * 3 + aligned(sizeof(SliceInfo) * slices) + aligned(4 * blocks) +
+           aligned(sizeof(DecodeRange) * planner.most_ranges()) +
            aligned(sizeof(DecodeEntry) * (slices + 1)) + aligned(sizeof(QueryTile) * tiles) +
            aligned(4 * slices) + aligned(sizeof(SampleInfo) * slices);
 }
@@ -63,6 +64,7 @@ void StepInputs::send(const BatchData& batch, int padding, cudaStream_t stream) 
     positions_ = take(4 * size_t(tokens));
     row_slice_ = take(4 * size_t(tokens));
     slices_ = take(sizeof(SliceInfo) * (batch.slices.size() + padding));
+    ranges_ = take(sizeof(DecodeRange) * planner_.ranges.size());
     entries_ = take(sizeof(DecodeEntry) * planner_.entries.size());
     tiles_ = take(sizeof(QueryTile) * size_t(decode_tiles + prompt_tiles));
     sampled_rows_ = take(4 * size_t(sample_count));
@@ -106,6 +108,7 @@ void StepInputs::send(const BatchData& batch, int padding, cudaStream_t stream) 
         sampled_rows[sample] = row;
         samples[sample] = {0, 0, 0.f, 1.f, 0, spare_slot_};
     }
+    std::copy(planner_.ranges.begin(), planner_.ranges.end(), host((DecodeRange*)nullptr, ranges_));
     std::copy(planner_.entries.begin(), planner_.entries.end(), host((DecodeEntry*)nullptr, entries_));
     std::copy(planner_.decodes.begin(), planner_.decodes.end(), tiles);
     std::copy(planner_.prompts.begin(), planner_.prompts.end(), tiles + decode_tiles);

@@ -38,6 +38,7 @@ class StepInputs {
     const int* row_slice() const { return at<int>(row_slice_); }  // [T]; -1: padding
     const SliceInfo* slices() const { return at<SliceInfo>(slices_); }
     const int* blocks() const { return at<int>(blocks_); }
+    const DecodeRange* ranges() const { return at<DecodeRange>(ranges_); }
     const DecodeEntry* entries() const { return at<DecodeEntry>(entries_); }
     const QueryTile* decodes() const { return at<QueryTile>(tiles_); }
     const QueryTile* prompts() const { return decodes() + decode_tiles; }
@@ -56,8 +57,8 @@ class StepInputs {
     PinnedMemory host_[2];  // of this step and of the one before, whose copy may not have begun
     int side_ = 0;
     const int spare_slot_;
-    size_t ids_ = 0, positions_ = 0, row_slice_ = 0, slices_ = 0, entries_ = 0, tiles_ = 0, sampled_rows_ = 0,
-           samples_ = 0, blocks_ = 0;
+    size_t ids_ = 0, positions_ = 0, row_slice_ = 0, slices_ = 0, ranges_ = 0, entries_ = 0, tiles_ = 0,
+           sampled_rows_ = 0, samples_ = 0, blocks_ = 0;
 };
 
 }  // namespace turbomill::cuda

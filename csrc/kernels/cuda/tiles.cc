@@ -9,14 +9,17 @@ namespace {
 
 constexpr int kKeys = 64;                // keys that a kernel takes at once
 constexpr int kFewestKeys = 256;         // of a part: fewer are not worth a merge
+constexpr int kFewestUnits = 4;          // of a block of attention_decode, likewise
 constexpr int kBlocksPerProcessor = 12;  // several waves, so that the last one is short beside the rest
 
 }  // namespace
 
-TilePlanner::TilePlanner(const ModelConfig& model, AttentionKernels kernels, int multiprocessors)
+TilePlanner::TilePlanner(const ModelConfig& model, AttentionKernels kernels, int bits, int multiprocessors)
     : group_(model.group()),
       kv_heads_(model.num_kv_heads),
       kernels_(kernels),
+      bits_(bits),
+      multiprocessors_(multiprocessors),
       target_(ceil_div(kBlocksPerProcessor * multiprocessors, kv_heads_)),
       // Parts have at least total / target keys, so fewer than `target` tiles have several, and these have at
       // most `target` parts and one more each.
@@ -30,6 +33,7 @@ void TilePlanner::plan(const BatchData& batch, int padding) {
     decodes.clear();
     prompts.clear();
     entries.clear();
+    ranges.clear();
     most_rows = 0;
     int units = 0, block_offset = 0, first_row = 0;
     int64_t total = 0;  // keys of all decodes
@@ -61,7 +65,28 @@ void TilePlanner::plan(const BatchData& batch, int padding) {
             if (parts > 1) slot += parts;
         }
     }
-    if (!entries.empty()) entries.resize(entries.size() + padding + 1, {units, 0, 0, 0, 0});
+    if (entries.empty()) return;
+    entries.resize(entries.size() + padding + 1, {units, 0, 0, 0, 0});
+    cut_ranges();
+}
+
+void TilePlanner::cut_ranges() {
+    const int units = entries.back().first_unit, total = units * kv_heads_;
+    const int blocks = multiprocessors_ * decode_blocks(bits_, most_rows);
+    const int share = std::max({kFewestUnits, ceil_div(total, blocks), units / kMostDecodeParts});
+    int head = 0, entry = 0;
+    for (int block = 0; block < blocks; ++block) {
+        const int begin = block * share, end = std::min(total, begin + share);
+        if (begin >= end) {
+            ranges.push_back({});
+            continue;
+        }
+        const auto pair_end = [&] { return head * units + entries[entry + 1].first_unit; };
+        while (pair_end() <= begin)
+            if (++entry + 1 == int(entries.size())) entry = 0, ++head;
+        ranges.push_back({begin, end, share, head, entry, head * units + entries[entry].first_unit,
+                          pair_end(), entries[entry]});
+    }
 }
 
 }  // namespace turbomill::cuda

@@ -17,7 +17,8 @@ enum class AttentionKernels {
 
 class TilePlanner {
   public:
-    TilePlanner(const ModelConfig& model, AttentionKernels kernels, int multiprocessors);
+    // `bits`: of the cache.
+    TilePlanner(const ModelConfig& model, AttentionKernels kernels, int bits, int multiprocessors);
 
     // Fills the lists below. `padding`: entries without keys that follow the slices'.
     void plan(const BatchData& batch, int padding = 0);
@@ -26,14 +27,19 @@ class TilePlanner {
     std::vector<QueryTile> prompts;    // of kPromptRows rows
     std::vector<DecodeEntry> entries;  // for attention_decode: its slices, then the number of all units
     int most_rows = 0;                 // of those slices
+    std::vector<DecodeRange> ranges;   // what its blocks do
 
     // Bounds for any step of `tokens` tokens in `slices` slices.
     size_t most_tiles(size_t slices, size_t tokens) const;
+    size_t most_ranges() const { return size_t(kMostDecodeBlocks) * multiprocessors_; }
     size_t slots() const { return slots_; }  // of the workspace where attention_tensor's parts meet
 
   private:
+    void cut_ranges();
+
     const int group_, kv_heads_;
     const AttentionKernels kernels_;
+    const int bits_, multiprocessors_;
     const int target_;  // tiles for each KV head that fill the GPU
     const size_t slots_;
 };
