@@ -180,6 +180,7 @@ double bench_attention(int batch, int context, int length, int num_heads, int nu
         slice.context = begin;
         slice.length = count;
         slice.tokens.assign(count, 0);
+        slice.sample = count == 1;  // decodes: attention rotates and caches, as in an engine
         for (int b = 0; b < blocks; ++b)
             slice.blocks.push_back((b * batch + sequence) % config.cache_block_count);
         return slice;

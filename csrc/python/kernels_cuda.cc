@@ -191,6 +191,9 @@ class AttentionCase {
     std::vector<float> step(const std::vector<const Floats*>& qkvs, const std::vector<int>& begins,
                             const std::vector<int>& ends) {
         const int width = model_.qkv_dim(), out_width = model_.q_dim(), sequences = int(qkvs.size());
+        // As in an engine's step of decodes alone, which is padded and rotated by attention itself.
+        bool decodes = true;
+        for (int i = 0; i < sequences; ++i) decodes = decodes && ends[i] - begins[i] == 1;
         BatchData batch;
         std::vector<float> inputs;
         for (int i = 0; i < sequences; ++i) {
@@ -199,6 +202,7 @@ class AttentionCase {
             slice.length = ends[i] - begins[i];
             if (slice.length == 0) continue;
             slice.tokens.assign(slice.length, 0);
+            slice.sample = decodes;
             for (int b = 0; b < ceil_div(ends[i], config_.block_len); ++b)
                 slice.blocks.push_back(config_.cache_block_count - 1 - (b * sequences + i));
             batch.slices.push_back(std::move(slice));
@@ -208,7 +212,9 @@ class AttentionCase {
         const int count = batch.tokens();
         std::vector<float> outputs(size_t(count) * out_width);
         if (count == 0) return outputs;
-        const auto x = backend_->allocate(count, width), y = backend_->allocate(count, out_width);
+        constexpr int kMostPadding = 16;
+        const auto x = backend_->allocate(count + kMostPadding, width),
+                   y = backend_->allocate(count + kMostPadding, out_width);
         backend_->begin_step(batch);
         const DeviceArray rows(inputs.data(), inputs.size(), type_);
         copy(x->data(), rows.as<void>(), inputs.size());

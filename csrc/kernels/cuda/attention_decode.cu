@@ -5,7 +5,7 @@
 namespace turbomill::cuda {
 
 using AttentionDecode = void(DType type, const DecodeArgs& args, const AttentionParts& parts,
-                             const CacheView& cache, int layer, int multiprocessors, cudaStream_t stream);
+                             const CacheView& cache, int layer, cudaStream_t stream);
 AttentionDecode attention_decode_16, attention_decode_8, attention_decode_4;
 
 bool attention_decode_fits(DType type, const CacheView& cache) {
@@ -15,12 +15,12 @@ bool attention_decode_fits(DType type, const CacheView& cache) {
 }
 
 void attention_decode(DType type, const DecodeArgs& args, const AttentionParts& parts, const CacheView& cache,
-                      int layer, int multiprocessors, cudaStream_t stream) {
+                      int layer, cudaStream_t stream) {
     if (args.count == 0) return;
     AttentionDecode* run = cache.bits == 8   ? attention_decode_8
                            : cache.bits == 4 ? attention_decode_4
                                              : attention_decode_16;
-    run(type, args, parts, cache, layer, multiprocessors, stream);
+    run(type, args, parts, cache, layer, stream);
 }
 
 }  // namespace turbomill::cuda

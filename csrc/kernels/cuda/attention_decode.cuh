@@ -15,6 +15,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "kernels/cuda/decode_fresh.cuh"
 #include "kernels/cuda/decode_tile.cuh"
 #include "kernels/cuda/overlap.cuh"
 
@@ -86,10 +87,10 @@ class KeyStream {
     }
 
     // Waits for the oldest tile that was not taken yet. The warp is done with the tile before it.
-    __device__ const uint8_t* take() {
+    __device__ uint8_t* take() {
         wait_copies<Stages - 2>();
         __syncwarp();
-        const uint8_t* stage = ring_ + take_ * kStageBytes<Bits, D, Keys>;
+        uint8_t* stage = ring_ + take_ * kStageBytes<Bits, D, Keys>;
         take_ = take_ + 1 == Stages ? 0 : take_ + 1;
         return stage;
     }
@@ -100,6 +101,30 @@ class KeyStream {
         key = read_;
         read_ += kWarps * Keys;
         return true;
+    }
+
+    // Whether token `key`, the last of all, is in one of this warp's tiles.
+    __device__ bool owns(int key) const {
+        const int first = read_;
+        return key < end_ && key >= first && (key - first) / Keys % kWarps == 0;
+    }
+
+    // Rotates and caches the new token `key`, whose key is at `row` of qkv and whose value heads * D further.
+    template <class T>
+    __device__ void store_fresh(const T* row, int key, const float* cos, const float* sin,
+                                FreshRows<Bits, D>& fresh) const {
+        const int64_t block = blocks_[key >> shift_] * c_.block_bytes;
+        const int place = key & (c_.block_len - 1);
+        uint8_t* cached = const_cast<uint8_t*>(keys_) + block + place * DecodeFormat<Bits, D>::kRow;
+        __half2* params = reinterpret_cast<__half2*>(const_cast<uint8_t*>(params_) + block) + place;
+        WarpRow<D> k, v;
+        load_row<T, D>(row, k);
+        load_row<T, D>(row + c_.heads * D, v);
+        rotate_row<D>(cos, sin, k);
+        fresh.template store<T>(0, k, cached, params);
+        fresh.template store<T>(1, v, cached + c_.heads * int64_t(c_.head_bytes),
+                                params + c_.heads * int64_t(c_.param_bytes) / 4);
+        __syncwarp();
     }
 
   private:
@@ -138,14 +163,16 @@ class KeyStream {
 };
 
 // The query rows of a pair, as the B operand: tile n, column g is row 8 n + g.
-template <class T, int Bits, int D, int Columns>
+template <class T, int Bits, int D, int Columns, bool Rope>
 struct Queries {
     unsigned fragment[Columns][D / 16][2];
     // Of this lane's columns 8 n + 2 t + i: what turns raw scores into powers of two, and the factor of
     // zeros.
     float factor[Columns][2], sum[Columns][2];
 
-    __device__ void load(const T* qkv, int64_t width, int first_row, int head, int group, int rows) {
+    // cos, sin [D / 2]: of the token's position, with Rope.
+    __device__ void load(const T* qkv, int64_t width, int first_row, int head, int group, int rows,
+                         const float* cos, const float* sin) {
         const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
         constexpr float kBase2 = 1.4426950408889634f;
         const float scale = kBase2 / sqrtf(float(D));
@@ -161,9 +188,10 @@ struct Queries {
                     for (int pair = 0; pair < 2; ++pair)
                         fragment[n][s][pair] =
                             inside ? *reinterpret_cast<const unsigned*>(q + 16 * s + 8 * pair + 2 * t) : 0u;
+                if constexpr (Rope) rotate_fragments(cos, sin, n);
                 factor[n][0] = factor[n][1] = scale;
             } else {
-                load_scaled(q + t * (D / 4), inside, scale, n);
+                load_scaled(q + t * (D / 4), inside, scale, cos, sin, n);
             }
         }
     }
@@ -171,11 +199,28 @@ struct Queries {
   private:
     using Format = DecodeFormat<Bits, D>;
 
+    // Dimensions D / 2 apart are D / 32 steps apart, in the same lane.
+    __device__ void rotate_fragments(const float* cos, const float* sin, int n) {
+        const int t = threadIdx.x % 4;
+#pragma unroll
+        for (int s = 0; s < D / 32; ++s)
+#pragma unroll
+            for (int pair = 0; pair < 2; ++pair) {
+                unsigned &low = fragment[n][s][pair], &high = fragment[n][s + D / 32][pair];
+                const float2 c = *reinterpret_cast<const float2*>(cos + 16 * s + 8 * pair + 2 * t),
+                             f = *reinterpret_cast<const float2*>(sin + 16 * s + 8 * pair + 2 * t),
+                             x = Pair<T>::unpack(reinterpret_cast<const typename Pair<T>::type&>(low)),
+                             y = Pair<T>::unpack(reinterpret_cast<const typename Pair<T>::type&>(high));
+                low = pack_pair<T>(x.x * c.x - y.x * f.x, x.y * c.y - y.y * f.y);
+                high = pack_pair<T>(y.x * c.x + x.x * f.x, y.y * c.y + x.y * f.y);
+            }
+    }
+
     // Queries become float16 whatever T is: each row is scaled by a power of two that puts its greatest
     // element near 2^8, far from both ends of the type.
-    __device__ void load_scaled(const T* q, bool inside, float scale, int n) {
+    __device__ void load_scaled(const T* q, bool inside, float scale, const float* cos, const float* sin,
+                                int n) {
         float v[D / 4];
-        float most = 0.f;
 #pragma unroll
         for (int i = 0; i < D / 32; ++i) {
             const uint4 words = inside ? reinterpret_cast<const uint4*>(q)[i] : make_uint4(0, 0, 0, 0);
@@ -185,9 +230,20 @@ struct Queries {
                 const float2 both = Pair<T>::unpack(reinterpret_cast<const typename Pair<T>::type&>(w[j]));
                 v[8 * i + 2 * j] = both.x;
                 v[8 * i + 2 * j + 1] = both.y;
-                most = fmaxf(most, fmaxf(fabsf(both.x), fabsf(both.y)));
             }
         }
+        if constexpr (Rope) {  // dimensions D / 2 apart are two lanes apart
+            const int t = threadIdx.x % 4, first = t % 2 * (D / 4);
+#pragma unroll
+            for (int i = 0; i < D / 4; ++i) {
+                const float other = __shfl_xor_sync(kFullWarp, v[i], 2), c = cos[first + i],
+                            f = sin[first + i];
+                v[i] = to_float(from_float<T>(t < 2 ? v[i] * c - other * f : v[i] * c + other * f));
+            }
+        }
+        float most = 0.f;
+#pragma unroll
+        for (int i = 0; i < D / 4; ++i) most = fmaxf(most, fabsf(v[i]));
         most = fmaxf(most, __shfl_xor_sync(kFullWarp, most, 1));
         most = fmaxf(most, __shfl_xor_sync(kFullWarp, most, 2));
         const int exponent = (__float_as_int(most) >> 23) - 127;
@@ -253,9 +309,9 @@ __device__ inline float sum_of_rows(float v) {
 
 // One tile of keys [key, key + Keys). limit: keys that each column sees; `fewest` the least of them, `most`
 // the greatest: what is stored beyond has no meaning.
-template <class T, int Bits, int D, int Columns, int Keys>
+template <class T, int Bits, int D, int Columns, bool Rope, int Keys>
 __device__ void attend(const uint8_t* stage, int key, const int (&limit)[Columns][2], int fewest, int most,
-                       const Queries<T, Bits, D, Columns>& q, Running<D, Columns>& r) {
+                       const Queries<T, Bits, D, Columns, Rope>& q, Running<D, Columns>& r) {
     using Element = std::conditional_t<Bits == 16, T, __half>;
     constexpr int kTiles = Keys / 16;
     const int lane = threadIdx.x % 32, g = lane / 4;
@@ -458,7 +514,7 @@ __device__ void merge_parts(const float* data, int first, int rest, int parts, i
     }
 }
 
-template <class T, int Bits, int D, int Columns, int Keys, int Stages, int Blocks>
+template <class T, int Bits, int D, int Columns, bool Rope, int Keys, int Stages, int Blocks>
 __global__ void __launch_bounds__(kWarps * 32, Blocks)
     decode_kernel(DecodeArgs a, AttentionParts workspace, CacheView c, int layer) {
     using Format = DecodeFormat<Bits, D>;
@@ -466,6 +522,7 @@ __global__ void __launch_bounds__(kWarps * 32, Blocks)
     extern __shared__ uint4 shared[];
     __shared__ float tops[kWarps][16], sums[kWarps][16];
     __shared__ bool last;
+    __shared__ std::conditional_t<Rope, FreshRows<Bits, D>, char> fresh;
     allow_next();
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     uint8_t* ring = reinterpret_cast<uint8_t*>(shared) + warp * Stages * kStageBytes<Bits, D, Keys>;
@@ -489,7 +546,7 @@ __global__ void __launch_bounds__(kWarps * 32, Blocks)
 #pragma unroll
         for (int i = 0; i < Stages - 1; ++i) {
             // What earlier steps cached may be read before the kernels ahead of this one are done.
-            if (!waited && stream.wants() && stream.wanted_end() > e.context) {
+            if (!Rope && !waited && stream.wants() && stream.wanted_end() > e.context) {
                 wait_for_previous();
                 waited = true;
             }
@@ -497,8 +554,16 @@ __global__ void __launch_bounds__(kWarps * 32, Blocks)
         }
         if (!waited) wait_for_previous();
         waited = true;
-        Queries<T, Bits, D, Columns> queries;
-        queries.load(static_cast<const T*>(a.qkv), width, e.first_row, head, group, rows);
+        const float* cos = Rope ? a.cos + int64_t(e.context) * (D / 2) : nullptr;
+        const float* sin = Rope ? a.sin + int64_t(e.context) * (D / 2) : nullptr;
+        if constexpr (Rope) {
+            if (stream.owns(e.context))
+                stream.template store_fresh<T>(
+                    static_cast<const T*>(a.qkv) + e.first_row * width + (a.num_heads + head) * D, e.context,
+                    cos, sin, fresh);
+        }
+        Queries<T, Bits, D, Columns, Rope> queries;
+        queries.load(static_cast<const T*>(a.qkv), width, e.first_row, head, group, rows, cos, sin);
         int limit[Columns][2];
 #pragma unroll
         for (int n = 0; n < Columns; ++n)
@@ -507,9 +572,11 @@ __global__ void __launch_bounds__(kWarps * 32, Blocks)
                 limit[n][i] = e.context + min(8 * n + 2 * t + i, rows - 1) / group + 1;
         Running<D, Columns> r;
         for (int key; stream.next_tile(key);) {
-            const uint8_t* stage = stream.take();
+            uint8_t* stage = stream.take();
             stream.request_next();
-            attend<T, Bits, D, Columns, Keys>(stage, key, limit, e.context + 1, all, queries, r);
+            if constexpr (Rope)
+                if (e.context < key + Keys) fresh.template patch<Keys>(stage, e.context - key);
+            attend<T, Bits, D, Columns, Rope, Keys>(stage, key, limit, e.context + 1, all, queries, r);
         }
 
         // The warps of the block meet.
@@ -586,27 +653,28 @@ __global__ void __launch_bounds__(kWarps * 32, Blocks)
     }
 }
 
-template <class T, int Bits, int D, int Columns, int Keys, int Stages, int Blocks>
+template <class T, int Bits, int D, int Columns, bool Rope, int Keys, int Stages>
 void launch_decode(const DecodeArgs& args, const AttentionParts& parts, const CacheView& cache, int layer,
-                   int multiprocessors, cudaStream_t stream) {
-    constexpr auto kernel = decode_kernel<T, Bits, D, Columns, Keys, Stages, Blocks>;
+                   cudaStream_t stream) {
+    constexpr int kBlocks = decode_blocks(Bits, 8 * Columns);
+    constexpr auto kernel = decode_kernel<T, Bits, D, Columns, Rope, Keys, Stages, kBlocks>;
     constexpr int kShared = kDecodeShared<Bits, D, Columns, Keys, Stages>;
-    static_assert(Blocks == decode_blocks(Bits, 8 * Columns));
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared),
           "attention_decode's shared memory");
-    launch_overlapped(kernel, dim3(multiprocessors * Blocks), kWarps * 32, kShared, stream,
-                      "attention_decode", args, parts, cache, layer);
+    launch_overlapped(kernel, dim3(args.range_count), kWarps * 32, kShared, stream, "attention_decode", args,
+                      parts, cache, layer);
 }
 
 template <class T, int Bits, int D, int Keys, int Stages>
-void launch_decode_rows(const DecodeArgs& args, const AttentionParts& parts, const CacheView& cache,
-                        int layer, int multiprocessors, cudaStream_t stream) {
+void launch_decode_variant(const DecodeArgs& args, const AttentionParts& parts, const CacheView& cache,
+                           int layer, cudaStream_t stream) {
+    const auto run = [&]<int Columns, bool Rope>() {
+        launch_decode<T, Bits, D, Columns, Rope, Keys, Stages>(args, parts, cache, layer, stream);
+    };
     if (args.most_rows <= 8)
-        launch_decode<T, Bits, D, 1, Keys, Stages, decode_blocks(Bits, 8)>(args, parts, cache, layer,
-                                                                           multiprocessors, stream);
+        args.cos ? run.template operator()<1, true>() : run.template operator()<1, false>();
     else
-        launch_decode<T, Bits, D, 2, Keys, Stages, decode_blocks(Bits, 16)>(args, parts, cache, layer,
-                                                                            multiprocessors, stream);
+        args.cos ? run.template operator()<2, true>() : run.template operator()<2, false>();
 }
 
 }  // namespace
@@ -615,13 +683,12 @@ void launch_decode_rows(const DecodeArgs& args, const AttentionParts& parts, con
 // a warp's ring; Blocks: on a multiprocessor.
 template <int Bits, int Keys, int Stages>
 void attention_decode_for(DType type, const DecodeArgs& args, const AttentionParts& parts,
-                          const CacheView& cache, int layer, int multiprocessors, cudaStream_t stream) {
+                          const CacheView& cache, int layer, cudaStream_t stream) {
     with_half_type(type, [&]<class T>() {
         if (cache.head_dim == 64)
-            launch_decode_rows<T, Bits, 64, Keys, Stages>(args, parts, cache, layer, multiprocessors, stream);
+            launch_decode_variant<T, Bits, 64, Keys, Stages>(args, parts, cache, layer, stream);
         else
-            launch_decode_rows<T, Bits, 128, Keys, Stages>(args, parts, cache, layer, multiprocessors,
-                                                           stream);
+            launch_decode_variant<T, Bits, 128, Keys, Stages>(args, parts, cache, layer, stream);
     });
 }
 

@@ -101,6 +101,7 @@ CudaBackend::CudaBackend(const ModelConfig& model, const EngineConfig& config, c
       cache_(view_of(layout_, cache_bytes_.as<uint8_t>())),
       attention_kernels_(choose_attention(type_, cache_)),
       multiprocessors_(multiprocessors(device_)),
+      rope_half_(int(inv_freq.size())),
       step_(config, {model, attention_kernels_, cache_.bits, multiprocessors_}, most_slots(config)),
       last_token_((size_t(most_slots(config)) + 1) * 4, "the last tokens", "lower max_batch_size"),
       logit_rows_(most_slots(config)),
@@ -114,7 +115,7 @@ CudaBackend::CudaBackend(const ModelConfig& model, const EngineConfig& config, c
       host_tokens_{PinnedMemory(size_t(logit_rows_) * 4), PinnedMemory(size_t(logit_rows_) * 4)} {
     make_rope_table(inv_freq);
     const size_t slots = attention_kernels_ == AttentionKernels::Decode
-                             ? 2 * size_t(kMostDecodeBlocks) * multiprocessors_
+                             ? 2 * size_t(kMostDecodeRanges) * multiprocessors_
                              : TilePlanner(model, attention_kernels_, cache_.bits, multiprocessors_).slots() *
                                    model.num_kv_heads;
     parts_ = DeviceMemory(slots * kQueryRows * (model.head_dim + 2) * 4, "attention's partial results",
@@ -168,9 +169,14 @@ bool CudaBackend::recordable(const BatchData& batch) const {
                        [](const Slice& s) { return s.length == 1 && s.sample && !s.return_logits; });
 }
 
+bool CudaBackend::fuses_rope(const BatchData& batch) const {
+    return recordable(batch) && 2 * rope_half_ == model_.head_dim;
+}
+
 void CudaBackend::begin_step(const BatchData& batch) {
     check(cudaSetDevice(device_), "choosing the GPU");  // current per thread
     const int count = int(batch.slices.size());
+    rope_fused_ = fuses_rope(batch);
     // Padded whether it is recorded or not, so that both give the same bits.
     step_.send(batch, recordable(batch) ? padded_rows(count, config_.max_batch_size) - count : 0, stream_);
 }
@@ -230,9 +236,9 @@ void CudaBackend::linear(const Linear& w, Buffer& x, Buffer& y) {
 }
 
 void CudaBackend::rope_and_cache(int layer, Buffer& qkv) {
-    const int half = int(cos_.bytes() / 4 / config_.session_len);
+    if (rope_fused_) return;  // attention() does it
     cuda::rope_and_cache(type_,
-                         {qkv.data(), cos_.as<float>(), sin_.as<float>(), half, step_.positions(),
+                         {qkv.data(), cos_.as<float>(), sin_.as<float>(), rope_half_, step_.positions(),
                           step_.row_slice(), step_.slices(), step_.blocks(), step_.tokens, model_.num_heads},
                          cache_, layer, stream_);
 }
@@ -251,10 +257,12 @@ void CudaBackend::attention(int layer, Buffer& qkv, Buffer& out) {
                              layer, stream_);
             break;
         case AttentionKernels::Decode:
-            attention_decode(type_,
-                             {qkv.data(), out.data(), step_.ranges(), step_.entries(), step_.blocks(),
-                              step_.decode_entries, step_.decode_rows, model_.num_heads},
-                             parts, cache_, layer, multiprocessors_, stream_);
+            attention_decode(
+                type_,
+                {qkv.data(), out.data(), step_.ranges(), step_.entries(), step_.blocks(), step_.decode_ranges,
+                 step_.decode_entries, step_.decode_rows, model_.num_heads,
+                 rope_fused_ ? cos_.as<float>() : nullptr, rope_fused_ ? sin_.as<float>() : nullptr},
+                parts, cache_, layer, stream_);
             break;
     }
     attention_tensor(type_, args(step_.prompts(), step_.prompt_tiles), parts, kPromptRows, cache_, layer,

@@ -85,6 +85,8 @@ class CudaBackend : public Backend {
     // Whether a step of this batch may be recorded: decodes that all want a token, and kernels whose launches
     // depend on the number of rows alone.
     bool recordable(const BatchData& batch) const;
+    // Whether attention_decode rotates and caches this step's tokens.
+    bool fuses_rope(const BatchData& batch) const;
     void make_rope_table(const std::vector<float>& inv_freq);
     // Logits of every token of a slice, copied to the host in pieces.
     void copy_logits(Buffer& delta, Buffer& x, const float* norm, const DeviceLinear& head, int slice,
@@ -103,6 +105,7 @@ class CudaBackend : public Backend {
     CacheView cache_;
     const AttentionKernels attention_kernels_;
     const int multiprocessors_;
+    const int rope_half_;  // half of the dimensions that are rotated
     StepInputs step_;
     DeviceMemory parts_, part_counters_;  // where the parts of a decode's keys meet
     DeviceMemory cos_, sin_;              // [session_len, D/2]
@@ -116,6 +119,7 @@ class CudaBackend : public Backend {
     DeviceMemory row_numbers_;     // 0, 1, 2, ... as many as a step has rows
     std::deque<Issued> issued_;    // oldest first, at most two
     int side_ = 0;                 // of the step being issued
+    bool rope_fused_ = false;      // likewise
     StepGraphs graphs_;
 };
 

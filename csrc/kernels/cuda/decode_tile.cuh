@@ -63,6 +63,14 @@ struct DecodeFormat {
     }
 };
 
+// copy_async of 16 bytes that lie among others to come.
+__device__ inline void copy_piece(const void* shared, const void* global, int bytes) {
+    const unsigned address = unsigned(__cvta_generic_to_shared(shared));
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(address), "l"(global),
+                 "r"(bytes)
+                 : "memory");
+}
+
 // Asks for `Keys` consecutive rows; those from `valid` on become zeros, if the format is plain: there, what
 // was never written may be NaN, whose product with a weight of zero is not zero. Codes are always finite.
 template <int Bits, int D, int Keys>
@@ -72,7 +80,7 @@ __device__ inline void request_rows(uint8_t* tile, const uint8_t* rows, int vali
 #pragma unroll
     for (int n = 0; n < Keys * kChunks / 32; ++n) {
         const int i = lane + 32 * n, row = i / kChunks;
-        copy_async(tile + 16 * swizzled<kChunks>(row, i % kChunks), rows + 16 * i,
+        copy_piece(tile + 16 * swizzled<kChunks>(row, i % kChunks), rows + 16 * i,
                    Bits < 16 || row < valid ? 16 : 0);
     }
 }

@@ -16,12 +16,22 @@ __global__ void convert_kernel(const From* src, To* dst, int64_t n) {
     if (i < n) dst[i] = from_float<To>(to_float(src[i]));
 }
 
-template <class T>
+// Vector: H is a multiple of eight.
+template <class T, bool Vector>
 __global__ void embed_kernel(const T* table, const int* ids, const int* last_token, float* x, int h) {
     allow_next();
     const int row = blockIdx.x, id = ids[row];
     const T* source = table + int64_t(id < 0 ? last_token[-1 - id] : id) * h;
-    for (int i = threadIdx.x; i < h; i += kThreads) x[int64_t(row) * h + i] = to_float(source[i]);
+    float* target = x + int64_t(row) * h;
+    if constexpr (Vector) {
+        for (int i = 8 * threadIdx.x; i < h; i += 8 * kThreads) {
+            float v[8];
+            load8(source + i, v);
+            store8(target + i, v);
+        }
+    } else {
+        for (int i = threadIdx.x; i < h; i += kThreads) target[i] = to_float(source[i]);
+    }
 }
 
 __device__ inline float block_sum(float v) {
@@ -132,7 +142,8 @@ void embed(DType type, const void* table, const int* ids, const int* last_token,
            cudaStream_t stream) {
     if (rows == 0) return;
     with_type(type, [&]<class T>() {
-        embed_kernel<<<rows, kThreads, 0, stream>>>(static_cast<const T*>(table), ids, last_token, x, h);
+        const auto kernel = h % 8 == 0 ? embed_kernel<T, true> : embed_kernel<T, false>;
+        kernel<<<rows, kThreads, 0, stream>>>(static_cast<const T*>(table), ids, last_token, x, h);
     });
     check_launch("embed");
 }

@@ -135,11 +135,11 @@ struct alignas(16) DecodeRange {
     DecodeEntry first;         // that entry
 };
 constexpr int kDecodeUnit = 64;
-constexpr int kMostDecodeBlocks = 4;   // on a multiprocessor
+constexpr int kMostDecodeRanges = 16;  // for each multiprocessor
 constexpr int kMostDecodeParts = 128;  // of an entry and head, about: their sums meet in shared memory
 
-// Blocks on a multiprocessor, for slices of at most `rows` query rows: as many as registers and shared memory
-// allow with the rings that were measured to be best.
+// Blocks that a multiprocessor holds, for slices of at most `rows` query rows: as many as registers and
+// shared memory allow with the rings that were measured to be best.
 constexpr int decode_blocks(int bits, int rows) {
     const int blocks = bits == 4 ? 4 : 3;
     return rows <= 8 ? blocks : (blocks + 1) / 2;
@@ -148,17 +148,19 @@ constexpr int decode_blocks(int bits, int rows) {
 struct DecodeArgs {
     const void* qkv;             // [T, (Nq + 2 Nkv) D] in T
     void* out;                   // [T, Nq D] in T
-    const DecodeRange* ranges;   // [multiprocessors * decode_blocks(bits, most_rows)]
+    const DecodeRange* ranges;   // [range_count]: one for each block
     const DecodeEntry* entries;  // [count + 1]: the last holds the number of all units
     const int* blocks;
-    int count, most_rows, num_heads;  // most_rows: query rows of the longest slice
+    int range_count, count, most_rows, num_heads;  // most_rows: query rows of the longest slice
+    // [session_len, D/2], when every slice is one token that rope_and_cache was not run for: attention_decode
+    // then does its work for them. Null otherwise.
+    const float *cos, *sin;
 };
 // Whether attention_decode has kernels for these.
 bool attention_decode_fits(DType type, const CacheView& cache);
-// Its workspace has 2 kMostDecodeBlocks slots for each multiprocessor and half as many counters, whatever the
-// number of KV heads.
+// Its workspace has two slots and a counter for each range.
 void attention_decode(DType type, const DecodeArgs& args, const AttentionParts& parts, const CacheView& cache,
-                      int layer, int multiprocessors, cudaStream_t stream);
+                      int layer, cudaStream_t stream);
 
 // Whether attention_tensor has kernels for these.
 bool attention_tensor_fits(DType type, const CacheView& cache);

@@ -10,34 +10,24 @@ constexpr int kWarps = 4;
 constexpr int kMaxDim = 256;
 constexpr int kPerLane = kMaxDim / 32;
 
-// The arithmetic of the CPU's kv_quantize, rounding for rounding: codes are equal for equal inputs.
 __device__ void write_quantized(const CacheView& c, const float* v, uint8_t* row, __half2* params,
                                 uint8_t* codes, int lane) {
-    const int d = c.head_dim, top = (1 << c.bits) - 1;
+    const int d = c.head_dim;
     float low = INFINITY, high = -INFINITY;
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i)
         if (lane + 32 * i < d) low = fminf(low, v[i]), high = fmaxf(high, v[i]);
-    low = warp_min(low);
-    high = warp_max(high);
-    const __half2 p =
-        __halves2half2(__float2half_rn(__fdiv_rn(high - low, float(top))), __float2half_rn(low));
-    const float2 rounded = __half22float2(p);
-    const float inverse = rounded.x > 0.f ? __fdiv_rn(1.f, rounded.x) : 0.f;
+    const Quantizer quantizer(warp_min(low), warp_max(high), (1 << c.bits) - 1);
 #pragma unroll
-    for (int i = 0; i < kPerLane; ++i) {
-        if (lane + 32 * i >= d) break;
-        const float level = __fmul_rn(v[i] - rounded.y, inverse);
-        const int code = level <= 0.f ? 0 : level >= float(top) ? top : int(__fadd_rn(level, 0.5f));
-        codes[lane + 32 * i] = uint8_t(code);
-    }
+    for (int i = 0; i < kPerLane; ++i)
+        if (lane + 32 * i < d) codes[lane + 32 * i] = uint8_t(quantizer.code(v[i]));
     __syncwarp();
     if (c.bits == 8) {
         for (int i = lane; i < d; i += 32) row[i] = codes[i];
     } else {
         for (int i = lane; i < d / 2; i += 32) row[i] = uint8_t(codes[2 * i] | codes[2 * i + 1] << 4);
     }
-    if (lane == 0) *params = p;
+    if (lane == 0) *params = quantizer.params;
 }
 
 __device__ void write_plain(const CacheView& c, const float* v, uint8_t* row, int lane) {

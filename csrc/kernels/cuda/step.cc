@@ -44,6 +44,7 @@ void StepInputs::send(const BatchData& batch, int padding, cudaStream_t stream) 
     decode_tiles = int(planner_.decodes.size());
     prompt_tiles = int(planner_.prompts.size());
     decode_entries = std::max(0, int(planner_.entries.size()) - 1);
+    decode_ranges = int(planner_.ranges.size());
     decode_rows = planner_.most_rows;
     first_rows.clear();
     sampled.clear();

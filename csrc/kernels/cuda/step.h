@@ -30,7 +30,8 @@ class StepInputs {
     std::vector<int> sampled;     // slices that want a token, in order
     int sample_count = 0;         // rows that are sampled: those, and padding
     int decode_tiles = 0, prompt_tiles = 0;
-    int decode_entries = 0, decode_rows = 0;  // of attention_decode: slices, and rows of the longest
+    // Of attention_decode: blocks, slices, and rows of the longest slice.
+    int decode_ranges = 0, decode_entries = 0, decode_rows = 0;
 
     // Device views, valid until the next send(); row i of a step is token i.
     const int* ids() const { return at<int>(ids_); }              // [T]; -1 - slot: the slot's last sample

@@ -10,6 +10,7 @@ namespace {
 constexpr int kKeys = 64;                // keys that a kernel takes at once
 constexpr int kFewestKeys = 256;         // of a part: fewer are not worth a merge
 constexpr int kFewestUnits = 4;          // of a block of attention_decode, likewise
+constexpr int kWaves = 1;                // of attention_decode's blocks
 constexpr int kBlocksPerProcessor = 12;  // several waves, so that the last one is short beside the rest
 
 }  // namespace
@@ -72,7 +73,7 @@ void TilePlanner::plan(const BatchData& batch, int padding) {
 
 void TilePlanner::cut_ranges() {
     const int units = entries.back().first_unit, total = units * kv_heads_;
-    const int blocks = multiprocessors_ * decode_blocks(bits_, most_rows);
+    const int blocks = multiprocessors_ * decode_blocks(bits_, most_rows) * kWaves;
     const int share = std::max({kFewestUnits, ceil_div(total, blocks), units / kMostDecodeParts});
     int head = 0, entry = 0;
     for (int block = 0; block < blocks; ++block) {

@@ -31,7 +31,7 @@ class TilePlanner {
 
     // Bounds for any step of `tokens` tokens in `slices` slices.
     size_t most_tiles(size_t slices, size_t tokens) const;
-    size_t most_ranges() const { return size_t(kMostDecodeBlocks) * multiprocessors_; }
+    size_t most_ranges() const { return size_t(kMostDecodeRanges) * multiprocessors_; }
     size_t slots() const { return slots_; }  // of the workspace where attention_tensor's parts meet
 
   private:
