@@ -21,6 +21,7 @@
 #include "kernels/cuda/error.h"
 #include "kernels/cuda/launch.h"
 #include "kernels/cuda/linear.h"
+#include "kernels/cuda/tiles.h"
 #include "python/cuda_array.h"
 
 namespace turbomill::python {
@@ -133,7 +134,7 @@ class AttentionCase {
         config_.device = "cuda";
         config_.session_len = tokens;
         config_.max_prefill_token_num = tokens * sequences;
-        config_.max_batch_size = sequences;
+        config_.max_batch_size = sequences + 7;  // so that steps of decodes are padded
         config_.block_len = block_len;
         config_.cache_block_count = sequences * ceil_div(tokens, block_len);
         config_.quant_policy = quant_policy;
@@ -262,6 +263,30 @@ Floats attention_batch(const std::vector<Floats>& qkvs, const std::vector<int>& 
     return attention_case.run_batch(qkvs, lengths);
 }
 
+// How attention_decode's work is cut for decodes of these many keys: the entries' first units, and the ranges
+// (begin, end, head, entry, pair_begin, pair_end, share, first_block, parts).
+py::tuple decode_ranges(const std::vector<int>& keys, int num_heads, int num_kv_heads, int bits,
+                        int multiprocessors, int padding) {
+    ModelConfig model;
+    model.num_heads = num_heads;
+    model.num_kv_heads = num_kv_heads;
+    cuda::TilePlanner planner(model, cuda::AttentionKernels::Decode, bits, multiprocessors);
+    BatchData batch;
+    for (const int count : keys) {
+        Slice slice;
+        slice.context = count - 1;
+        slice.length = 1;
+        batch.slices.push_back(std::move(slice));
+    }
+    planner.plan(batch, padding);
+    py::list first_units, ranges;
+    for (const auto& entry : planner.entries) first_units.append(entry.first_unit);
+    for (const auto& r : planner.ranges)
+        ranges.append(py::make_tuple(r.begin, r.end, r.head, r.entry, r.pair_begin, r.pair_end, r.share,
+                                     r.first_block, r.parts));
+    return py::make_tuple(first_units, ranges);
+}
+
 // What the cache holds after heads [T, D] went through it as values: (codes or bytes, params as float16
 // bits).
 py::tuple kv_write(const Floats& x, int bits) {
@@ -342,6 +367,8 @@ void register_kernels_cuda(py::module_& parent) {
     m.def("attention_batch", &attention_batch, py::arg("qkvs"), py::arg("lengths"), py::arg("num_heads"),
           py::arg("num_kv_heads"), py::arg("head_dim"), py::arg("quant_policy") = 0, py::arg("cache_dtype"),
           py::arg("dtype"));
+    m.def("decode_ranges", &decode_ranges, py::arg("keys"), py::arg("num_heads"), py::arg("num_kv_heads"),
+          py::arg("bits"), py::arg("multiprocessors"), py::arg("padding") = 0);
     m.def("kv_write", &kv_write, py::arg("x"), py::arg("bits"));
     m.def("sample", &sample, py::arg("logits"), py::arg("temperature"), py::arg("top_k"), py::arg("top_p"),
           py::arg("seed"), py::arg("position"));

@@ -149,6 +149,7 @@ BATCHES = {
     "uneven": ([1900, 1, 3, 64, 65, 700, 129, 2], [1] * 8),
     "even": ([256] * 9, [1] * 9),
     "alone": ([1500], [1]),
+    "many": ([1 + 37 * i for i in range(19)], [1] * 19),
     "borders": ([63, 64, 65, 127, 128, 129, 191, 192, 193], [1] * 9),
     "several": ([300, 70, 41, 5], [4, 2, 1, 3]),
     "mixed": ([500, 90, 400, 33], [1, 90, 1, 20]),
@@ -211,3 +212,37 @@ def test_attention_gives_the_same_bits_every_time() -> None:
     ]
     for run in runs[1:]:
         np.testing.assert_array_equal(run, runs[0])
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("nkv", [1, 2, 8])
+def test_ranges_cover_every_key_once(nkv: int, bits: int) -> None:
+    """Blocks and the merges of their parts, as the kernel derives them from what the host cut."""
+    rng = np.random.default_rng()
+    for count in (1, 2, 16, 64, 300):
+        keys = rng.integers(1, rng.choice([200, 3000, 30000]), count).tolist()
+        firsts, ranges = _core.kernels_cuda.decode_ranges(keys, 4 * nkv, nkv, bits, 132, padding=3)
+        units = firsts[-1]
+        assert units == sum(-(-k // 64) for k in keys)
+        seen = np.zeros(units * nkv, int)
+        arrived: dict[int, list[int]] = {}
+        for block, (begin, end, head, entry, pair_begin, pair_end, share, first, parts) in enumerate(ranges):
+            at = begin
+            while at < end:
+                assert pair_begin == head * units + firsts[entry] <= at
+                assert pair_end == head * units + firsts[entry + 1]
+                until = min(end, pair_end)
+                seen[at:until] += 1
+                if at > pair_begin or until < pair_end:
+                    of = (pair_begin // share, -(-pair_end // share)) if share else (first, first + parts)
+                    assert of[0] <= block < of[1] <= of[0] + 130
+                    assert (block == of[0]) == (at == pair_begin)
+                    arrived.setdefault(pair_begin, [of[1] - of[0]]).append(block)
+                at = pair_begin = until
+                while at < end and pair_end == pair_begin:
+                    head, entry = (head, entry + 1) if entry + 2 < len(firsts) else (head + 1, 0)
+                    pair_end = pair_begin + firsts[entry + 1] - firsts[entry]
+        assert (seen == 1).all()
+        assert all(len(set(blocks)) == parts for parts, *blocks in arrived.values())
+        longest = max(end - begin for begin, end, *_ in ranges)
+        assert longest <= max(8, 1.1 * len(seen) / len(ranges) + 3, units / 128 + 2)

@@ -11,6 +11,8 @@ namespace turbomill::cuda {
 namespace {
 
 constexpr int kMaxHeadDim = 256;
+// Decodes up to which attention rotates and caches their tokens: a launch less counts for more than the work.
+constexpr int kFewTokens = 16;
 
 class DeviceBuffer : public Buffer {
   public:
@@ -170,7 +172,7 @@ bool CudaBackend::recordable(const BatchData& batch) const {
 }
 
 bool CudaBackend::fuses_rope(const BatchData& batch) const {
-    return recordable(batch) && 2 * rope_half_ == model_.head_dim;
+    return recordable(batch) && int(batch.slices.size()) <= kFewTokens && 2 * rope_half_ == model_.head_dim;
 }
 
 void CudaBackend::begin_step(const BatchData& batch) {

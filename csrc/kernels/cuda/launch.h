@@ -129,13 +129,15 @@ struct DecodeEntry {
 // What one of its blocks does: units [begin, end) of the line of all units, head by head, entry by entry.
 struct alignas(16) DecodeRange {
     int begin, end;
-    int share;                 // units of a block
     int head, entry;           // where it begins
     int pair_begin, pair_end;  // units of that head and entry
-    DecodeEntry first;         // that entry
+    // Every block has `share` units; or 0, and the range lies in one pair, whose `parts` blocks begin at
+    // `first_block`.
+    int share, first_block, parts;
+    DecodeEntry first;  // that entry
 };
 constexpr int kDecodeUnit = 64;
-constexpr int kMostDecodeRanges = 16;  // for each multiprocessor
+constexpr int kMostDecodeRanges = 4;   // for each multiprocessor
 constexpr int kMostDecodeParts = 128;  // of an entry and head, about: their sums meet in shared memory
 
 // Blocks that a multiprocessor holds, for slices of at most `rows` query rows: as many as registers and

@@ -36,11 +36,15 @@ class TilePlanner {
 
   private:
     void cut_ranges();
+    int largest_part(int blocks, int share) const;
+    void cut_pairs(int most, int units);
+    void cut_line(int share, int units, int total);
 
     const int group_, kv_heads_;
     const AttentionKernels kernels_;
     const int bits_, multiprocessors_;
-    const int target_;  // tiles for each KV head that fill the GPU
+    const int whole_units_;  // that attention_decode's warps take at once
+    const int target_;       // tiles for each KV head that fill the GPU
     const size_t slots_;
 };
 
