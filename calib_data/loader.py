@@ -26,8 +26,13 @@ def known_names() -> list[str]:
 
 
 def check_name(name: str) -> None:
-    """Raise UsageError when `name` is neither a known set nor an existing path. Touches no network."""
+    """Raise UsageError when `name` is neither a known set nor an existing path, nor several of these joined
+    by commas. Touches no network."""
     if name in known_names() or Path(name).exists():
+        return
+    if "," in name:
+        for part in name.split(","):
+            check_name(part)
         return
     raise UsageError(
         f"--calib-dataset {name}: no such file, and not one of {', '.join(known_names())}; "
@@ -88,10 +93,28 @@ def load_windows(
     """Windows of `seqlen` tokens from the set `name`, at most `samples` of them (fewer, logged, from a short
     text).
 
-    `model` builds a transformers causal LM, and is called for `self` alone, which `seed` makes repeatable.
+    Several sets joined by commas share the samples evenly, the first taking what is left over. `model` builds
+    a transformers causal LM, and is called for `self` alone, which `seed` makes repeatable.
     """
     if samples < 1 or seqlen < 1:
         raise UsageError(f"--calib-samples {samples} --calib-seqlen {seqlen}: both must be at least 1")
+    if "," in name and not Path(name).exists():
+        names = name.split(",")
+        if samples < len(names):
+            raise UsageError(f"--calib-samples {samples}: expected at least one for each of {name}")
+        shares = [samples // len(names) + (samples % len(names) if i == 0 else 0) for i in range(len(names))]
+        parts = [
+            load_windows(part, tokenizer, share, seqlen, split, seed, model).ids
+            for part, share in zip(names, shares, strict=True)
+        ]
+        for part, cut in zip(names, parts, strict=True):
+            if cut.shape[1] != seqlen:
+                raise TurbomillError(
+                    f"{part}: {cut.shape[1]} tokens of text, less than one window of {seqlen}; "
+                    "give more text, or a smaller --calib-seqlen, to mix it with others"
+                )
+        cut = torch.cat(parts)
+        return Windows(cut, name, split, fingerprint(cut))
     if name == "self":
         if model is None:
             raise UsageError("self: needs the model it samples from")

@@ -37,7 +37,7 @@ def sample_ids(model: Any, n: int, length: int, seed: int = 0, batch_size: int =
 def _sample_batch(model: Any, prefix: Tensor, length: int, generator: torch.Generator) -> Tensor:
     from transformers import DynamicCache
 
-    ids = prefix[:, :length]  # [B, 1 or 2]
+    ids = prefix[:, :length].to(model.device)  # [B, 1 or 2]
     cache, step = DynamicCache(config=model.config), ids
     # transformers 5.24 renamed the argument, and warns about the old name.
     name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
@@ -45,10 +45,11 @@ def _sample_batch(model: Any, prefix: Tensor, length: int, generator: torch.Gene
         while ids.shape[1] < length:
             output = model(input_ids=step, use_cache=True, **{name: cache})
             logits = output.logits[:, -1].float()  # [B, V]
-            step = torch.multinomial(logits.softmax(-1), 1, generator=generator)
+            # Drawn on the CPU: the same seed gives the same text wherever the model runs.
+            step = torch.multinomial(logits.softmax(-1).cpu(), 1, generator=generator).to(ids.device)
             ids = torch.cat([ids, step], dim=1)
             task.advance()
-    return ids
+    return ids.cpu()
 
 
 def _special_ids(model: Any) -> list[int | None]:

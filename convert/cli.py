@@ -22,7 +22,8 @@ from turbomill import console
 def convert(model: str, dst_path: Path, force: bool, as_json: bool) -> None:
     """Convert a checkpoint to a fused model store.
 
-    MODEL is a Hugging Face directory (dense, AWQ gemm or GPTQ), a GGUF file, a hub name, or `demo`.
+    MODEL is a Hugging Face directory (dense, AWQ gemm, GPTQ or compressed-tensors), a GGUF file, a hub name,
+    or `demo`.
     """
     console.setup_logging()
     from turbomill.convert.describe import describe_store

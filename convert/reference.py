@@ -11,6 +11,7 @@ import torch
 
 from turbomill.convert.checkpoint import Checkpoint
 from turbomill.convert.formats.dense import DenseFormat
+from turbomill.convert.runnable import runnable
 from turbomill.convert.writer import CheckpointWriter
 from turbomill.errors import CheckpointError
 
@@ -27,6 +28,9 @@ def load_dense_model(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32)
     """The transformers model in eval mode, every linear dequantized to `dtype`."""
     from transformers import AutoModelForCausalLM
 
+    runs_as = checkpoint.arch.runs_as
+    if runs_as is not None and runs_as.arch.name != checkpoint.arch.name:
+        checkpoint = runnable(checkpoint)
     config, arch = checkpoint.hf_config(), checkpoint.arch
     state: dict[str, torch.Tensor] = {}
     for prefix in arch.linear_prefixes(checkpoint.config):

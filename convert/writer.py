@@ -6,71 +6,49 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
+import torch
 from torch import Tensor
 
 from turbomill.convert.hf import INDEX
-from turbomill.convert.safetensors_io import TAGS, encode_header, tensor_bytes
-from turbomill.errors import UsageError
-
-
-class StagedDirectory:
-    """A directory that appears under its name only when complete. Use as a context manager.
-
-    Work happens in a sibling named `.NAME.partial`; one left by a killed run is removed first.
-    """
-
-    def __init__(self, dst: Path) -> None:
-        self.dst = Path(dst).absolute()
-        self.temp = self.dst.parent / f".{self.dst.name}.partial"
-
-    def __enter__(self) -> Path:
-        try:
-            self.dst.parent.mkdir(parents=True, exist_ok=True)
-            shutil.rmtree(self.temp, ignore_errors=True)
-            self.temp.mkdir()
-        except OSError as error:
-            raise UsageError(f"{self.dst}: cannot be written: {error.strerror or error}") from error
-        return self.temp
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is not None:
-            shutil.rmtree(self.temp, ignore_errors=True)
-            return
-        # An old directory steps aside first, so that what stands under the name is always whole.
-        old = self.dst.parent / f".{self.dst.name}.old"
-        shutil.rmtree(old, ignore_errors=True)
-        if self.dst.exists():
-            self.dst.replace(old)
-        self.temp.replace(self.dst)
-        shutil.rmtree(old, ignore_errors=True)
+from turbomill.convert.safetensors_io import DTYPES, TAGS, encode_header, tensor_bytes
+from turbomill.convert.staged import ResumableDirectory, StagedDirectory
 
 
 class CheckpointWriter:
     """Use as a context manager: `add` tensors, put sidecars into `.path`; leaving it without error finishes.
 
     Writes config.json and model.safetensors, or shards of at most `max_shard_bytes` with an index.
-    `dst` is replaced when it exists: the caller has asked the user. An exception leaves nothing behind.
+    `dst` is replaced when it exists: the caller has asked the user. An exception leaves nothing behind,
+    unless `staged` is a ResumableDirectory: then the same run finds again what was committed.
     """
 
-    def __init__(self, dst: Path, config: Mapping[str, Any], max_shard_bytes: float = 5e9) -> None:
+    def __init__(
+        self,
+        dst: Path,
+        config: Mapping[str, Any],
+        max_shard_bytes: float = 5e9,
+        staged: StagedDirectory | None = None,
+    ) -> None:
         self.config = dict(config)
         self.max_shard_bytes = int(max_shard_bytes)
-        self._staged = StagedDirectory(dst)
+        self._staged = staged or StagedDirectory(dst)
         self.path = self._staged.temp  # where sidecars go before `finish`
         self._shards: list[dict[str, tuple[str, tuple[int, ...]]]] = []  # per shard: name -> dtype tag, shape
         self._names: set[str] = set()
+        self._new: list[tuple[int, str, str, tuple[int, ...]]] = []  # since the last commit
         self._data: IO[bytes] | None = None
-        self._size = self._total = 0
+        self._sizes: list[int] = []  # per shard: bytes of data
         self._finished = False
 
     def __enter__(self) -> CheckpointWriter:
         self._staged.__enter__()
+        if isinstance(self._staged, ResumableDirectory):
+            self._restore(self._staged.entries)
         return self
 
     def __exit__(
@@ -90,56 +68,120 @@ class CheckpointWriter:
         if name in self._names:
             raise ValueError(f"tensor {name} was already written")
         nbytes = tensor.numel() * tensor.element_size()
-        if self._data is None or (self._size and self._size + nbytes > self.max_shard_bytes):
+        if not self._shards or (self._sizes[-1] and self._sizes[-1] + nbytes > self.max_shard_bytes):
             self._next_shard()
         assert self._data is not None
         self._data.write(tensor_bytes(tensor))
-        self._names.add(name)
-        self._shards[-1][name] = (TAGS[tensor.dtype], tuple(tensor.shape))
-        self._size += nbytes
-        self._total += nbytes
+        self._record(len(self._shards) - 1, name, TAGS[tensor.dtype], tuple(tensor.shape), nbytes)
+        self._new.append((len(self._shards) - 1, name, TAGS[tensor.dtype], tuple(tensor.shape)))
+
+    def names(self) -> list[str]:
+        """The tensors added so far."""
+        return [name for shard in self._shards for name in shard]
+
+    def has(self, name: str) -> bool:
+        """Whether a tensor was added."""
+        return name in self._names
+
+    def read(self, name: str) -> Tensor:
+        """A tensor that was added, from the unfinished shard."""
+        if self._data is not None:
+            self._data.flush()
+        index = next(i for i, shard in enumerate(self._shards) if name in shard)
+        offset = 0
+        for other, (tag, shape) in self._shards[index].items():
+            if other == name:
+                break
+            offset += prod(shape) * DTYPES[tag].itemsize
+        tag, shape = self._shards[index][name]
+        with self._data_of(index).open("rb") as file:
+            file.seek(offset)
+            data = bytearray(file.read(prod(shape) * DTYPES[tag].itemsize))
+        return torch.frombuffer(data, dtype=DTYPES[tag]).reshape(shape)
+
+    def commit(self, entry: Mapping[str, Any]) -> None:
+        """Record in the resumable directory that `entry` is done: the tensors since the last one."""
+        assert isinstance(self._staged, ResumableDirectory)
+        if self._data is not None:
+            self._data.flush()
+            os.fsync(self._data.fileno())
+        self._staged.append({**entry, "tensors": self._new})
+        self._new = []
 
     def finish(self) -> None:
         """Write the headers, the index and config.json, and let the directory appear."""
-        if self._data is None:
+        try:
+            self._assemble()
+        except BaseException as error:
+            self._staged.__exit__(type(error), error, error.__traceback__)
+            raise
+        self._finished = True
+        self._staged.__exit__(None, None, None)
+
+    def _assemble(self) -> None:
+        if not self._shards:
             self._next_shard()
-        self._close_shard()
+        self._close()
         count = len(self._shards)
         names = [
             "model.safetensors" if count == 1 else f"model-{i + 1:05d}-of-{count:05d}.safetensors"
             for i in range(count)
         ]
         for index, name in enumerate(names):
-            self._part(index, ".safetensors").replace(self.path / name)
+            self._finish_shard(index, self.path / name)
         if count > 1:
             weight_map = {t: names[i] for i, shard in enumerate(self._shards) for t in shard}
-            index_json = {"metadata": {"total_size": self._total}, "weight_map": weight_map}
+            index_json = {"metadata": {"total_size": sum(self._sizes)}, "weight_map": weight_map}
             write_json(self.path / INDEX, index_json)
         write_json(self.path / "config.json", self.config)
-        self._finished = True
-        self._staged.__exit__(None, None, None)
 
-    def _part(self, index: int, suffix: str) -> Path:
-        return self.path / f"shard-{index}{suffix}"
+    def _record(self, shard: int, name: str, tag: str, shape: tuple[int, ...], nbytes: int) -> None:
+        self._names.add(name)
+        self._shards[shard][name] = (tag, shape)
+        self._sizes[shard] += nbytes
+
+    def _restore(self, entries: list[dict[str, Any]]) -> None:
+        """Be where the last commit was: what was written after it is cut off."""
+        for shard, name, tag, shape in (tensor for entry in entries for tensor in entry["tensors"]):
+            while len(self._shards) <= shard:
+                self._shards.append({})
+                self._sizes.append(0)
+            self._record(shard, name, tag, tuple(shape), prod(shape) * DTYPES[tag].itemsize)
+        for index, size in enumerate(self._sizes):
+            data = self._data_of(index)
+            if data.is_file():  # else its shard was finished already
+                os.truncate(data, size)
+        if self._shards and self._data_of(len(self._shards) - 1).is_file():
+            self._data = self._data_of(len(self._shards) - 1).open("ab")
+
+    def _data_of(self, index: int) -> Path:
+        return self.path / f"shard-{index}.data"
 
     def _next_shard(self) -> None:
-        self._close_shard()
-        self._data = self._part(len(self._shards), ".data").open("wb")
+        self._close()
+        self._data = self._data_of(len(self._shards)).open("wb")
         self._shards.append({})
-        self._size = 0
+        self._sizes.append(0)
 
-    def _close_shard(self) -> None:
-        """Put the header, known only now, before the shard's data."""
+    def _close(self) -> None:
         if self._data is None:
             return
+        self._data.flush()
+        os.fsync(self._data.fileno())
         self._data.close()
         self._data = None
-        index = len(self._shards) - 1
+
+    def _finish_shard(self, index: int, file: Path) -> None:
+        """Put the header, known only now, before the shard's data. A shard without data is finished."""
+        data = self._data_of(index)
+        if not data.is_file():
+            return
         header, _ = encode_header(self._shards[index], metadata={"format": "pt"})
-        data = self._part(index, ".data")
-        with self._part(index, ".safetensors").open("wb") as out, data.open("rb") as part:
+        with file.open("wb") as out, data.open("rb") as part:
             out.write(header)
             shutil.copyfileobj(part, out, 1 << 24)
+            out.flush()
+            os.fsync(out.fileno())
         data.unlink()
 
 

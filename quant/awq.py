@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from turbomill.quant.grid import Grid, GridSpec, clipped_grid, minmax_grid
+from turbomill.quant.grid import GridSpec, minmax_grid
 from turbomill.quant.inputs import InputStats
 from turbomill.quant.loss import output_loss
 from turbomill.quant.parallel import spread
@@ -31,7 +31,7 @@ def search_scale(
     count = int(share.max()) + 1
     x = _pool(stats.absmean, share, count).clamp(min=SMALLEST)
     w = _pool(relative_magnitude(weight, spec), share, count).clamp(min=SMALLEST)
-    ones = torch.ones(count)
+    ones = torch.ones(count, device=weight.device)
     best, least, where = ones, scaled_loss(weight, ones[share], stats.gram, spec), (0.0, False)
 
     def consider(ratios: list[float], families: tuple[bool, ...]) -> None:
@@ -39,7 +39,9 @@ def search_scale(
         # The other family's ratio 1, and no scaling, are there already.
         tried = [(r, by_weight) for r in ratios for by_weight in families if r != (1 if by_weight else 0)]
         scales = [candidate(x, w, ratio, by_weight) for ratio, by_weight in tried]
-        losses = spread(lambda scale: scaled_loss(weight, scale[share], stats.gram, spec), scales)
+        losses = spread(
+            lambda scale: scaled_loss(weight, scale[share], stats.gram, spec), scales, weight.device
+        )
         for at, scale, loss in zip(tried, scales, losses, strict=True):
             if loss < least:  # NaN, where a scale left the 16-bit range, is not
                 best, least, where = scale, loss, at
@@ -79,12 +81,5 @@ def relative_magnitude(weight: Tensor, spec: GridSpec) -> Tensor:
 
 def _pool(values: Tensor, share: Tensor, count: int) -> Tensor:
     """Mean of values [K] over the inputs that share a channel: [C]."""
-    sums = torch.zeros(count).index_add_(0, share, values)
+    sums = torch.zeros(count, device=values.device).index_add_(0, share, values)
     return sums / torch.bincount(share, minlength=count).clamp(min=1)
-
-
-def clip(weight: Tensor, stats: InputStats, scale: Tensor, spec: GridSpec) -> Grid:
-    """The grid of weight * scale [N, K] with each group's range clipped where that lowers its output
-    error."""
-    gram = stats.gram / scale / scale[:, None]
-    return clipped_grid(weight * scale, gram, spec)

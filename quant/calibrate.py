@@ -12,11 +12,13 @@ from torch import Tensor
 
 from turbomill import console
 from turbomill.convert.checkpoint import open_checkpoint
-from turbomill.convert.writer import StagedDirectory, write_json
+from turbomill.convert.runnable import runnable
+from turbomill.convert.staged import StagedDirectory
+from turbomill.convert.writer import write_json
 from turbomill.quant.checks import MARKER, check_dense, check_finite, check_work_dir
 from turbomill.quant.decoder import StreamedDecoder, watching
 from turbomill.quant.options import QuantOptions
-from turbomill.quant.run import calibration_windows, peak_bytes
+from turbomill.quant.run import calibration_windows, device_of, peak_bytes
 
 STATISTICS = "calibration.safetensors"
 SUMMARY = "calibration.json"
@@ -27,29 +29,26 @@ CACHED = ("k_proj", "v_proj")
 class ChannelStats:
     """Running statistics over tokens of a vector x [K], fp32."""
 
-    def __init__(self) -> None:
+    def __init__(self, channels: int, device: torch.device) -> None:
         self.tokens = 0
-        self._sum: Tensor | float = 0.0  # sum of |x|
-        self._squares: Tensor | float = 0.0
-        self.absmax: Tensor = torch.zeros(1)
+        self._sum = torch.zeros(channels, device=device)  # sum of |x|
+        self._squares = torch.zeros(channels, device=device)
+        self._largest = torch.zeros(channels, device=device)
 
     def add(self, x: Tensor) -> None:
         """Count x [..., K]."""
         x = x.reshape(-1, x.shape[-1]).float()
         magnitude = x.abs()
-        self._sum = self._sum + magnitude.sum(0)
-        self._squares = self._squares + x.square().sum(0)
-        self.absmax = torch.maximum(self.absmax, magnitude.amax(0))
+        self._sum += magnitude.sum(0)
+        self._squares += x.square().sum(0)
+        self._largest = torch.maximum(self._largest, magnitude.amax(0))
         self.tokens += x.shape[0]
 
     def tensors(self) -> dict[str, Tensor]:
-        """absmean, absmax and mean_square, each [K]."""
+        """absmean, absmax and mean_square, each [K], on the CPU."""
         n = max(self.tokens, 1)
-        return {
-            "absmean": torch.as_tensor(self._sum) / n,
-            "absmax": self.absmax,
-            "mean_square": torch.as_tensor(self._squares) / n,
-        }
+        found = {"absmean": self._sum / n, "absmax": self._largest, "mean_square": self._squares / n}
+        return {name: tensor.cpu() for name, tensor in found.items()}
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,8 @@ def calibrate(
     """Run the calibration windows through MODEL and write calibration.safetensors and calibration.json.
 
     Per linear: `NAME.input.absmean`, `.absmax`, `.mean_square`, fp32 [K]. For k_proj (before RoPE) and v_proj
-    also `NAME.output.absmax`, fp32 [Nkv, D].
+    also `NAME.output.absmax`, fp32 [Nkv, D]. Names are those of the code that runs the model: Llama's for
+    InternLM2 and Baichuan.
     """
     from safetensors.torch import save_file
 
@@ -86,16 +86,23 @@ def calibrate(
     check_work_dir(work_dir, options.overwrite)
     check_finite(checkpoint)
     windows = calibration_windows(checkpoint, options)
-    decoder = StreamedDecoder(checkpoint)
-    head_dim = int(decoder.arch.model_config(checkpoint.config)["head_dim"])
+    model_run = runnable(checkpoint)
+    decoder = StreamedDecoder(model_run, device_of(options.device))
+    head_dim = int(decoder.arch.model_config(model_run.config)["head_dim"])
     hidden = decoder.embed(windows.batches(options.batch_of(windows.length)))
     tensors: dict[str, Tensor] = {}
     linears: dict[str, dict[str, float]] = {}
     with console.progress("calibrate", decoder.num_layers) as task:
         for index in range(decoder.num_layers):
             layer = decoder.load(index)
-            inputs = {name: ChannelStats() for name in decoder.arch.linears}
-            outputs = {name: ChannelStats() for name in decoder.arch.linears if name.endswith(CACHED)}
+            sizes = decoder.arch.linear_shapes(model_run.config)
+            shapes = {name: sizes[name] for name in decoder.arch.linears_of(model_run.config, index)}
+            inputs = {name: ChannelStats(k, decoder.device) for name, (k, _n) in shapes.items()}
+            outputs = {
+                name: ChannelStats(n, decoder.device)
+                for name, (_k, n) in shapes.items()
+                if name.endswith(CACHED)
+            }
 
             def seen(name: str, x: Tensor, y: Tensor, inputs=inputs, outputs=outputs) -> None:
                 inputs[name].add(x)
@@ -112,7 +119,7 @@ def calibrate(
                 tensors |= {f"{prefix}{name}.input.{kind}": tensor for kind, tensor in found.items()}
                 linears[prefix + name] = _describe(found)
             for name, stats in outputs.items():
-                by_head = stats.absmax.reshape(-1, head_dim)  # [Nkv, D]
+                by_head = stats.tensors()["absmax"].reshape(-1, head_dim)  # [Nkv, D]
                 tensors[f"{prefix}{name}.output.absmax"] = by_head
                 linears[prefix + name]["output_absmax"] = float(by_head.max())
             task.advance()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import gcd
+import logging
 from pathlib import Path
 
 import torch
@@ -10,27 +10,25 @@ import torch
 from turbomill import console
 from turbomill.calib_data import check_name
 from turbomill.convert.checkpoint import Checkpoint
-from turbomill.errors import CheckpointError, UnsupportedModelError, UsageError
+from turbomill.convert.formats.base import WeightFormat
+from turbomill.convert.store.check import IGNORED
+from turbomill.errors import CheckpointError, UsageError
+from turbomill.quant.export import check_bits, export_format, format_name
 from turbomill.quant.options import Method, QuantOptions
+
+logger = logging.getLogger("turbomill.quant")
 
 MARKER = "turbomill.json"
 GROUPS = (128, 64, 32)
-GPTQ_BITS = (2, 3, 4, 8)
 
 
 def check_run(checkpoint: Checkpoint, work_dir: Path, method: Method, options: QuantOptions) -> None:
     """Raise for options this model or format cannot take, an unknown data set, or a work dir that is not
     ours."""
     check_dense(checkpoint)
-    if method == "awq" and options.bits != 4:
-        raise UsageError(
-            f"--w-bits {options.bits}: AWQ checkpoints hold 4 bits; use rtn or auto_gptq for others"
-        )
-    if options.bits not in GPTQ_BITS:
-        raise UsageError(
-            f"--w-bits {options.bits}: GPTQ checkpoints hold {', '.join(map(str, GPTQ_BITS))} bits"
-        )
-    check_shapes(checkpoint, options)
+    name = format_name(options.format, method)
+    check_bits(name, options.bits)
+    check_shapes(checkpoint, export_format(name, options.scheme, checkpoint), options)
     if method != "rtn":
         check_name(options.calib_dataset)
     check_work_dir(work_dir, options.overwrite)
@@ -45,17 +43,10 @@ def check_dense(checkpoint: Checkpoint) -> None:
             "give the full-precision model"
         )
     arch, config = checkpoint.arch, checkpoint.config
-    if arch.remote_code or arch.num_experts(config):
-        reason = "transformers has no modelling code for it" if arch.remote_code else "a mixture of experts"
-        raise UnsupportedModelError(
-            f"{checkpoint.path}: {arch.name} cannot be quantized here ({reason}); `turbomill convert` reads "
-            "it dense, or quantized elsewhere (AWQ, GPTQ)"
-        )
     shapes, biases = arch.linear_shapes(config), arch.linear_biases(config)
-    wanted: dict[str, tuple[int, ...] | None] = {arch.embedding: None}
+    wanted: dict[str, tuple[int, ...]] = dict(arch.other_weights(config))
     for index in range(arch.num_layers(config)):
         prefix = arch.layer(index)
-        wanted |= {f"{prefix}{norm}.weight": None for norm in (*arch.norms, *arch.head_norms)}
         for name in arch.linears_of(config, index):
             k, n = shapes[name]
             wanted[f"{prefix}{name}.weight"] = (n, k)
@@ -65,32 +56,41 @@ def check_dense(checkpoint: Checkpoint) -> None:
     wrong += [
         f"{name} is {list(checkpoint.shape(name))}, expected {list(shape)}"
         for name, shape in wanted.items()
-        if shape and checkpoint.has(name) and checkpoint.shape(name) != shape
+        if checkpoint.has(name) and checkpoint.shape(name) != shape
     ]
     if wrong:
         more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
         raise CheckpointError(f"{checkpoint.path}: {'; '.join(wrong[:5])}{more}")
+    extra = [name for name in checkpoint.names() if name not in wanted and not IGNORED.search(name)]
+    extra = [name for name in extra if not (checkpoint.tied and name == arch.head)]
+    if extra:
+        logger.warning(
+            "%s: not part of %s, copied as they are: %s", checkpoint.path, arch.name, _some(extra, 5)
+        )
 
 
-def check_shapes(checkpoint: Checkpoint, options: QuantOptions) -> None:
-    """Raise UsageError listing every linear whose K the group does not divide, or whose N does not fill
-    words."""
-    shapes = checkpoint.arch.linear_shapes(checkpoint.config)
+def check_shapes(checkpoint: Checkpoint, form: WeightFormat, options: QuantOptions) -> None:
+    """Raise UsageError listing every linear whose K the group does not divide, or that the format cannot
+    pack."""
+    arch, config = checkpoint.arch, checkpoint.config
+    names = {name for index in range(arch.num_layers(config)) for name in arch.linears_of(config, index)}
+    shapes = {name: shape for name, shape in arch.linear_shapes(config).items() if name in names}
     ragged = [f"{name} K={k}" for name, (k, _n) in shapes.items() if k % options.group]
     if ragged:
         works = [str(g) for g in GROUPS if all(k % g == 0 for k, _n in shapes.values())]
         raise UsageError(
-            f"--w-group-size {options.group}: does not divide {', '.join(ragged)}; "
+            f"--w-group-size {options.group}: does not divide {_some(ragged)}; "
             f"for this model {'use ' + ' or '.join(works) if works else 'no group of 128, 64 or 32 works'}"
         )
-    # Both formats pack codes and zeros into whole 32-bit words along N; GPTQ packs codes along K too.
-    multiple = 32 // gcd(32, options.bits)
-    uneven = [f"{name} N={n}" for name, (_k, n) in shapes.items() if n % multiple]
-    uneven += [f"{name} K={k}" for name, (k, _n) in shapes.items() if k % multiple]
+    uneven = [f"{name}: {wrong}" for name, (k, n) in shapes.items() if (wrong := form.misfit(name, k, n))]
     if uneven:
-        raise UsageError(
-            f"--w-bits {options.bits}: needs sizes that are multiples of {multiple}, but {', '.join(uneven)}"
-        )
+        raise UsageError(f"--format {form.name}: {_some(uneven)}; use --format compressed-tensors")
+
+
+def _some(problems: list[str], most: int = 12) -> str:
+    """A list of problems in one line, however many there are."""
+    more = f" and {len(problems) - most} more" if len(problems) > most else ""
+    return f"{', '.join(problems[:most])}{more}"
 
 
 def check_work_dir(work_dir: Path, overwrite: bool) -> None:

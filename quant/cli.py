@@ -33,13 +33,20 @@ OUTPUT = options(
     click.option("--overwrite", is_flag=True, help="Replace a --work-dir that holds something else."),
     click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout."),
 )
+DEVICE = click.option(
+    "--device",
+    default="auto",
+    show_default=True,
+    help="Where calibration and the solvers run: cpu, cuda, cuda:1, ...; auto: the first GPU, if any.",
+)
 CALIBRATION = options(
     click.option(
         "--calib-dataset",
         default="builtin",
         show_default=True,
         help="builtin, self (sampled from the model), a .txt, .jsonl or .parquet file or folder, or "
-        "wikitext2, c4, ptb, pileval, gsm8k, neuralmagic_calibration, open-platypus, openwebtext (hub).",
+        "wikitext2, c4, ptb, pileval, gsm8k, neuralmagic_calibration, open-platypus, openwebtext (hub). "
+        "Several, joined by commas, share the samples.",
     ),
     click.option("--calib-samples", default=128, show_default=True, help="Windows of text."),
     click.option("--calib-seqlen", default=2048, show_default=True, help="Tokens per window."),
@@ -47,11 +54,17 @@ CALIBRATION = options(
         "--batch-size", default=0, show_default=True, help="Windows run together; 0: about 4,096 tokens."
     ),
     click.option("--seed", default=0, show_default=True, help="For --calib-dataset self."),
+    DEVICE,
 )
 SCHEME = options(
     click.option("--w-bits", default=4, show_default=True, help="Bits per weight."),
     click.option("--w-group-size", default=128, show_default=True, help="Input channels that share a scale."),
     click.option("--w-sym", "--sym", is_flag=True, help="Symmetric grids, without zeros."),
+    click.option(
+        "--format",
+        type=click.Choice(["awq", "gptq", "gptq_v2", "compressed-tensors"]),
+        help="Format of the checkpoint; by default awq for auto_awq, gptq for the others.",
+    ),
     click.option(
         "--max-shard-size", default=5.0, show_default=True, help="Largest weight file, in GB of 10^9 bytes."
     ),
@@ -81,8 +94,9 @@ def calibrate(model: str, work_dir: Path, as_json: bool, **given: Any) -> None:
 @lite.command()
 @OUTPUT
 @SCHEME
+@DEVICE
 def rtn(model: str, work_dir: Path, as_json: bool, **given: Any) -> None:
-    """Round to nearest; writes a GPTQ checkpoint. Needs no calibration."""
+    """Round to nearest. Needs no calibration."""
     _quantize(model, work_dir, "rtn", as_json, given)
 
 
@@ -97,7 +111,7 @@ def rtn(model: str, work_dir: Path, as_json: bool, **given: Any) -> None:
     help="Search how far to scale salient channels (Lin et al. 2023), or take the ratio 0.5.",
 )
 def auto_awq(model: str, work_dir: Path, as_json: bool, **given: Any) -> None:
-    """Activation-aware scaling and clipping; writes an AWQ "gemm" checkpoint."""
+    """Activation-aware scaling and clipping (Lin et al. 2023)."""
     _quantize(model, work_dir, "awq", as_json, given)
 
 
@@ -109,7 +123,7 @@ def auto_awq(model: str, work_dir: Path, as_json: bool, **given: Any) -> None:
     "--damping", default=0.01, show_default=True, help="Share of the Hessian's mean diagonal added to it."
 )
 def auto_gptq(model: str, work_dir: Path, as_json: bool, **given: Any) -> None:
-    """Second-order rounding (Frantar et al. 2022); writes a GPTQ checkpoint."""
+    """Second-order rounding (Frantar et al. 2022)."""
     _quantize(model, work_dir, "gptq", as_json, given)
 
 
@@ -125,6 +139,7 @@ def _quantize(model: str, work_dir: Path, method: Method, as_json: bool, given: 
         group=given.pop("w_group_size"),
         symmetric=given.pop("w_sym"),
         max_shard_bytes=int(given.pop("max_shard_size") * 1e9),
+        format=given.pop("format") or "",
         **given,
     )
     result = quantize(model, work_dir, method, options)

@@ -6,7 +6,7 @@ Only the layer in work is in memory; what flows between layers is the list of hi
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,15 +15,7 @@ from torch import Tensor, nn
 
 from turbomill.convert.checkpoint import Checkpoint
 from turbomill.convert.reference import attention_implementation
-from turbomill.quant.parallel import spread, workers
-
-
-class _Reached(Exception):  # noqa: N818  (control flow, not an error)
-    """The module of interest has its input: the rest of the forward pass is not needed."""
-
-    def __init__(self, inputs: Tensor) -> None:
-        super().__init__()
-        self.inputs = inputs
+from turbomill.quant.experts import unstack
 
 
 class _Recorder(nn.Module):
@@ -38,14 +30,26 @@ class _Recorder(nn.Module):
         return hidden_states
 
 
+class _Instead(nn.Module):
+    """Stands in for the decoder layers: gives what they would give."""
+
+    def __init__(self, output: Tensor) -> None:
+        super().__init__()
+        self._output = [output]  # in a list: no part of the module's state
+
+    def forward(self, _hidden_states: Tensor, **_kwargs: Any) -> Tensor:
+        return self._output[0]
+
+
 class StreamedDecoder:
     """The decoder layers of a checkpoint, loaded on request as fp32 modules."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, device: torch.device | str = "cpu") -> None:
         from accelerate import init_empty_weights
         from transformers import AutoModelForCausalLM
 
         self._checkpoint = checkpoint
+        self.device = torch.device(device)
         self.arch = checkpoint.arch
         self.num_layers = self.arch.num_layers(checkpoint.config)
         # Parameters stay empty; buffers such as RoPE's frequencies are computed, they are not in the
@@ -55,6 +59,9 @@ class StreamedDecoder:
             self._skeleton = AutoModelForCausalLM.from_config(
                 config, dtype=torch.float32, attn_implementation=attention_implementation(config)
             ).eval()
+        for module in self._skeleton.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(self.device))
         # Per batch shape and layer: what the model passes beside the hidden states (mask, positions, RoPE).
         self._kwargs: dict[tuple[int, int], list[dict[str, Any]]] = {}
 
@@ -69,13 +76,13 @@ class StreamedDecoder:
         embedding = self._skeleton.get_input_embeddings()
         empty = embedding.weight
         embedding.weight = nn.Parameter(
-            self._checkpoint.tensor(self.arch.embedding).float(), requires_grad=False
+            self._checkpoint.tensor(self.arch.embedding).to(self.device, torch.float32), requires_grad=False
         )
         hidden = []
         try:
             for ids in batches:
                 seen.clear()
-                base(input_ids=ids, use_cache=False)
+                base(input_ids=ids.to(self.device), use_cache=False)
                 hidden.append(seen[0][0])
                 self._kwargs.setdefault((ids.shape[0], ids.shape[1]), [kwargs for _, kwargs in seen])
         finally:
@@ -83,51 +90,66 @@ class StreamedDecoder:
             embedding.weight = empty
         return hidden
 
-    def load(self, index: int) -> nn.Module:
-        """Layer `index` with its weights in fp32."""
+    def score_gradient(self, hidden: Tensor, generator: torch.Generator) -> Tensor:
+        """The gradient of log p(y) by the last layer's output `hidden` fp32 [B, T, H], y drawn from p at each
+        position. On the CPU."""
+        model, base = self._skeleton, self._skeleton.get_decoder()
+        head = model.get_output_embeddings()
+        kept = (base.layers, base.norm.weight, head.weight)
+        arch, config = self.arch, self._checkpoint.config
+        weight = self._checkpoint.tensor(arch.embedding if arch.tied(config) else arch.head)
+        weight = weight.to(self.device, torch.float32)
+        try:
+            base.norm.weight = nn.Parameter(
+                self._checkpoint.tensor(arch.final_norm).to(self.device, torch.float32), requires_grad=False
+            )
+            head.weight = nn.Parameter(
+                weight if arch.head_transform is None else arch.head_transform(weight), requires_grad=False
+            )
+            return torch.cat([self._score(row, generator) for row in hidden.split(1)])
+        finally:
+            base.layers, base.norm.weight, head.weight = kept
+
+    def _score(self, hidden: Tensor, generator: torch.Generator) -> Tensor:
+        with torch.enable_grad():
+            at = hidden.detach().to(self.device).requires_grad_()
+            # The model's own way from the last layer to the logits, with this in the layers' place.
+            self._skeleton.get_decoder().layers = nn.ModuleList([_Instead(at)])
+            log_p = self._skeleton(inputs_embeds=torch.zeros_like(at), use_cache=False).logits.float()
+            log_p = log_p.log_softmax(-1)[0]  # [T, V]
+            drawn = torch.multinomial(log_p.detach().exp().cpu(), 1, generator=generator)
+            (gradient,) = torch.autograd.grad(log_p.gather(-1, drawn.to(at.device)).sum(), at)
+        return gradient.cpu()
+
+    def load(self, index: int, source: Checkpoint | None = None) -> nn.Module:
+        """A new copy of layer `index` with its weights in fp32, from the model or from its like, `source`.
+
+        Quantized linears of `source` have the weights that their codes stand for. Experts are linears of
+        their own, as in the checkpoint, where transformers stacks them.
+        """
         layer = copy.deepcopy(self._skeleton.get_decoder().layers[index])
-        prefix = self.arch.layer(index)
-        weights = {name: self._checkpoint.tensor(prefix + name).float() for name in layer.state_dict()}
-        # `clone`: an fp32 checkpoint is mapped from its file, and layers are changed in place.
-        weights = {name: tensor.clone() for name, tensor in weights.items()}
+        unstack(layer)
+        prefix, source = self.arch.layer(index), source or self._checkpoint
+        weights = {}
+        for name in layer.state_dict():
+            linear, _, kind = (prefix + name).rpartition(".")
+            packed = kind == "weight" and not source.has(prefix + name)
+            tensor = source.linear(linear).dequantize() if packed else source.tensor(prefix + name)
+            # A copy also of fp32: it is mapped from its file, and layers are changed in place.
+            weights[name] = tensor.to(self.device, torch.float32, copy=True)
         layer.load_state_dict(weights, assign=True)
         return layer.requires_grad_(False).eval()
 
     @torch.no_grad()
     def run(self, layer: nn.Module, index: int, hidden: Tensor) -> Tensor:
         """Layer `index`'s output for fp32 [B, T, H]."""
+        return self.outputs(layer, index, hidden)
+
+    def outputs(self, layer: nn.Module, index: int, hidden: Tensor) -> Tensor:
+        """As `run`, with gradients where they are on."""
         kwargs = self._kwargs[(hidden.shape[0], hidden.shape[1])][index]
         output = layer(hidden, **kwargs)
         return output[0] if isinstance(output, tuple) else output
-
-    def run_all(self, layer: nn.Module, index: int, hidden: list[Tensor]) -> None:
-        """Replace each batch of `hidden` by layer `index`'s output for it."""
-        hidden[:] = spread(lambda batch: self.run(layer, index, batch), hidden)
-
-    def run_to(
-        self, layer: nn.Module, index: int, hidden: Sequence[Tensor], name: str, use: Callable[[Tensor], None]
-    ) -> None:
-        """Run each of `hidden` only as far as the layer's module `name`, giving its input [B, T, K] to
-        `use`, in order."""
-
-        def reached(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            raise _Reached(args[0])
-
-        def inputs(batch: Tensor) -> Tensor:
-            try:
-                self.run(layer, index, batch)
-            except _Reached as stopped:
-                return stopped.inputs
-            raise AssertionError(f"layer {index} never calls {name}")
-
-        handle = layer.get_submodule(name).register_forward_pre_hook(reached)
-        step = workers()  # inputs held at a time
-        try:
-            for start in range(0, len(hidden), step):
-                for x in spread(inputs, hidden[start : start + step]):
-                    use(x)
-        finally:
-            handle.remove()
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import logging
 import torch
 from torch import Tensor
 
-from turbomill.quant.grid import Grid, GridSpec, Quantized, searched_grid
+from turbomill.quant.grid import Grid, Quantized
 from turbomill.quant.parallel import spread
 
 logger = logging.getLogger("turbomill.quant")
@@ -17,18 +17,12 @@ BLOCK = 128  # columns updated at once ("lazy batch updates", section 3.3 of the
 ROWS = 512  # rows of the weight solved together: they stay in the cache, and the parts run side by side
 
 
-def gptq(weight: Tensor, hessian: Tensor, spec: GridSpec, damping: float = 0.01) -> Quantized:
-    """Quantize weight [N, K] for inputs with Gram matrix hessian = X^T X [K, K].
-
-    Grids are fixed beforehand, per group of the original order, with ranges searched under the error weighted
-    by diag(H); columns then go in order of falling diag(H). So important columns go first and no reader needs
-    g_idx.
-    """
-    return round_columns(weight, hessian, searched_grid(weight, hessian.diagonal(), spec), damping)
-
-
 def round_columns(weight: Tensor, hessian: Tensor, grid: Grid, damping: float = 0.01) -> Quantized:
-    """The GPTQ loop on fixed grids: codes [N, K] that minimise tr((W - Q) H (W - Q)^T) greedily."""
+    """Codes [N, K] for weight [N, K] that greedily minimise tr((W - Q) H (W - Q)^T), H = X^T X [K, K].
+
+    Grids are fixed beforehand, per group of the original order; columns go in order of falling diag(H). So
+    important columns go first and no reader needs g_idx.
+    """
     order = hessian.diagonal().argsort(descending=True, stable=True)
     factor = inverse_factor(hessian[order][:, order], damping)  # [K, K], upper
     group = order // grid.spec.scheme.group
@@ -40,7 +34,7 @@ def round_columns(weight: Tensor, hessian: Tensor, grid: Grid, damping: float = 
         zeros = grid.zeros[rows].to(weight.dtype).T[group].contiguous()  # [K, n]
         return _solve(rest, scales, zeros, factor, grid.spec.top)
 
-    parts = spread(solve, [slice(at, at + ROWS) for at in range(0, weight.shape[0], ROWS)])
+    parts = spread(solve, [slice(at, at + ROWS) for at in range(0, weight.shape[0], ROWS)], weight.device)
     restored = torch.empty_like(weight.T)
     restored[order] = torch.cat(parts, dim=1)
     return Quantized(restored.T.contiguous(), grid)
@@ -72,7 +66,7 @@ def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
     Damping is a share of the mean diagonal, raised tenfold while the matrix is not positive definite.
     """
     mean = hessian.diagonal().mean()
-    eye = torch.eye(hessian.shape[0], dtype=hessian.dtype)
+    eye = torch.eye(hessian.shape[0], dtype=hessian.dtype, device=hessian.device)
     if not mean > 0:  # inputs all zero: any rounding is as good
         return eye
     for _ in range(5):

@@ -68,14 +68,14 @@ class Quantized:
         return self.grid.decode(self.codes.float())
 
     def linear(self, bias: Tensor | None) -> QuantLinear:
-        """The canonical form, scales in the spec's dtype."""
+        """The canonical form on the CPU, scales in the spec's dtype."""
         spec = self.grid.spec
         return QuantLinear(
-            codes=self.codes.to(torch.uint8).T.contiguous(),
-            scales=self.grid.scales.to(spec.dtype).T.contiguous(),
-            zeros=self.grid.zeros.to(torch.uint8).T.contiguous(),
+            codes=self.codes.to(torch.uint8).T.contiguous().cpu(),
+            scales=self.grid.scales.to(spec.dtype).T.contiguous().cpu(),
+            zeros=self.grid.zeros.to(torch.uint8).T.contiguous().cpu(),
             scheme=spec.scheme,
-            bias=bias,
+            bias=None if bias is None else bias.cpu(),
         )
 
 
@@ -163,7 +163,7 @@ def _search(
     """The best range of each group, some rows at a time. `error` is a quadratic form of delta, per group."""
     shrinks = [1 - (1 - smallest) * step / (steps - 1) for step in range(steps)]
     chunks = weight.split(max(1, CHUNK // weight.shape[1]))
-    parts = spread(lambda rows: _search_rows(rows, error, spec, shrinks), chunks)
+    parts = spread(lambda rows: _search_rows(rows, error, spec, shrinks), chunks, weight.device)
     return Grid(torch.cat([p.scales for p in parts]), torch.cat([p.zeros for p in parts]), spec)
 
 

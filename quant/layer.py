@@ -12,11 +12,14 @@ from torch import Tensor, nn
 
 from turbomill.convert.models.base import ScaleGroup
 from turbomill.quant import awq
-from turbomill.quant.gptq import gptq
-from turbomill.quant.grid import Grid, GridSpec, Quantized, minmax_grid
+from turbomill.quant.correct import corrected
+from turbomill.quant.gptq import round_columns
+from turbomill.quant.grid import Grid, GridSpec, Quantized, clipped_grid, minmax_grid, searched_grid
 from turbomill.quant.inputs import InputStats
 from turbomill.quant.loss import output_loss
 from turbomill.quant.options import LayerRow, QuantOptions
+from turbomill.quant.recipe import Recipe
+from turbomill.quant.refine import refine
 from turbomill.quant.smooth import fold_into_linear, fold_into_norm, shared_channels
 
 logger = logging.getLogger("turbomill.quant")
@@ -63,19 +66,12 @@ class LayerWork:
         self.module.get_submodule(name).weight.data = quantized.weight()  # type: ignore[union-attr]
 
 
-def stages(linears: Sequence[tuple[str, ...]], groups: Sequence[ScaleGroup]) -> list[Stage]:
-    """A layer's stages in order of its forward pass, each with its scale group if it has one."""
-    by_linears = {group.linears: group for group in groups}
-    return [Stage(names, by_linears.get(names)) for names in linears]
-
-
-def quantize_rtn(work: LayerWork, names: Sequence[str]) -> None:
+def round_weights(work: LayerWork, names: Sequence[str]) -> None:
     """Round every linear to nearest, min to max. Needs no inputs."""
     for name in names:
         start = time.monotonic()
         weight = work.weight(name)
-        grid = minmax_grid(weight, work.spec)
-        quantized = Quantized(grid.codes(weight), grid)
+        quantized = _rtn(weight, work.spec)
         error = _relative(weight, quantized.weight())
         work.store(name, quantized)
         work.rows.append(
@@ -83,54 +79,70 @@ def quantize_rtn(work: LayerWork, names: Sequence[str]) -> None:
         )
 
 
-def quantize_gptq(work: LayerWork, stage: Stage, stats: InputStats, options: QuantOptions) -> None:
-    """GPTQ for each linear of a stage; one that came out worse than rounding is rounded."""
-    start = time.monotonic()
-    weight = torch.cat([work.weight(name) for name in stage.linears])  # rows are independent: one run for all
-    solved = gptq(weight, stats.gram, work.spec, options.damping)
-    rounded = _rtn(weight, work.spec)
-    ones = torch.ones(weight.shape[1])
-    _keep(work, stage, weight, stats, solved, rounded, ones, "gptq", start)
+def quantize_stage(
+    work: LayerWork, stage: Stage, stats: InputStats, recipe: Recipe, options: QuantOptions
+) -> bool:
+    """Quantize the linears of a stage as the recipe says; returns whether a scale was folded into what comes
+    before.
 
-
-def quantize_awq(work: LayerWork, stage: Stage, stats: InputStats, options: QuantOptions) -> None:
-    """AWQ for a stage: scale, fold, clip, round. If the stage came out worse than rounding, nothing is
-    scaled."""
+    A linear (a stage, where it was scaled as a whole) that comes out worse than rounding to nearest is
+    rounded.
+    """
     start = time.monotonic()
+    # Rows are independent: one run for all linears of the stage.
     weight = torch.cat([work.weight(name) for name in stage.linears])
-    rounded = _rtn(weight, work.spec)
-    scale = torch.ones(weight.shape[1])
-    fold = None
-    if stage.group is not None:
+    if recipe.correct:
+        weight = corrected(weight, stats, options.correction_damping)
+    scale, fold = torch.ones_like(weight[0]), None
+    if recipe.scale and stage.group is not None:
         scale, fold = _scale(work, stage.group, weight, stats, options)
-    scaled = weight * scale
-    grid = awq.clip(weight, stats, scale, work.spec)
-    rows = torch.cat(
-        [torch.full((work.weight(n).shape[0],), n.endswith(NEVER_CLIPPED)) for n in stage.linears]
-    )
+    scaled, hessian = weight * scale, stats.gram / scale / scale[:, None]
+    grid = _grid(scaled, hessian, work, stage, recipe)
+    if recipe.solve:
+        solved = round_columns(scaled, hessian, grid, options.damping)
+        if recipe.refine:
+            solved = refine(scaled, hessian, solved, recipe.refine, options.damping)
+    else:
+        solved = Quantized(grid.codes(scaled), grid)
+    rounded = _rtn(weight, work.spec)
+    kept = _keep(work, stage, weight, stats, solved, rounded, scale, recipe.name, start)
+    if not kept or fold is None:
+        return False
+    fold()
+    return True
+
+
+def _grid(scaled: Tensor, hessian: Tensor, work: LayerWork, stage: Stage, recipe: Recipe) -> Grid:
+    """The grid of a stage's stacked weights [N, K]."""
+    if recipe.ranges == "search":
+        return searched_grid(scaled, hessian.diagonal(), work.spec)
+    clipped = clipped_grid(scaled, hessian, work.spec)
+    sizes = [work.weight(name).shape[0] for name in stage.linears]
+    whole = torch.cat(
+        [
+            torch.full((size,), name.endswith(NEVER_CLIPPED), device=scaled.device)
+            for name, size in zip(stage.linears, sizes, strict=True)
+        ]
+    )[:, None]
     plain = minmax_grid(scaled, work.spec)
-    grid = Grid(
-        torch.where(rows[:, None], plain.scales, grid.scales),
-        torch.where(rows[:, None], plain.zeros, grid.zeros),
+    return Grid(
+        torch.where(whole, plain.scales, clipped.scales),
+        torch.where(whole, plain.zeros, clipped.zeros),
         work.spec,
     )
-    solved = Quantized(grid.codes(scaled), grid)
-    kept = _keep(work, stage, weight, stats, solved, rounded, scale, "awq", start)
-    if kept and fold is not None:
-        fold()
 
 
 def _scale(work: LayerWork, group: ScaleGroup, weight: Tensor, stats: InputStats, options: QuantOptions):
     """The stage's scale [K], and the action that divides the previous op by it."""
     channels = work.weight(group.previous).shape[0]
-    share = shared_channels(weight.shape[1], channels, work.head_dim)
+    share = shared_channels(weight.shape[1], channels, work.head_dim).to(weight.device)
     found = awq.search_scale(weight, stats, work.spec, share, options.search_scale)  # [C]
     previous = work.module.get_submodule(group.previous)
     if isinstance(previous, nn.Linear):
         try:
             folded, bias = fold_into_linear(work.done[group.previous], work.bias(group.previous), found)
         except OverflowError:
-            return torch.ones(weight.shape[1]), None
+            return torch.ones_like(weight[0]), None
 
         def fold() -> None:
             work.store(group.previous, folded)
@@ -198,6 +210,7 @@ def _keep(
                 rtn_loss if worse else loss,
                 worse,
                 seconds,
+                stats.tokens,
             )
         )
     return not whole or total <= total_rtn

@@ -21,6 +21,7 @@ class QuantOptions:
     bits: int = 4
     group: int = 128
     symmetric: bool = False
+    format: str = ""  # of the checkpoint: awq, gptq, gptq_v2, compressed-tensors; empty: the method's
     calib_dataset: str = "builtin"
     calib_samples: int = 128
     calib_seqlen: int = 2048
@@ -28,6 +29,8 @@ class QuantOptions:
     seed: int = 0
     search_scale: bool = True  # AWQ: search the scale's ratio, else x^0.5
     damping: float = 0.01  # GPTQ: share of the Hessian's mean diagonal
+    correction_damping: float = 0.1  # of the correction for drifted inputs, likewise
+    device: str = "auto"  # where calibration and the solvers run: cpu, cuda, cuda:1; auto: a GPU if there is
     max_shard_bytes: int = 5 * 10**9
     overwrite: bool = False  # replace a work dir that this program did not write
 
@@ -75,6 +78,7 @@ class LayerRow:
     loss: float | None  # this was given
     fallback: bool
     seconds: float
+    tokens: int | None = None  # of calibration that the linear read
 
 
 @dataclass(frozen=True)

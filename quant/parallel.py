@@ -18,9 +18,9 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-def workers() -> int:
-    """How many pieces run at a time: the threads torch may use."""
-    return torch.get_num_threads()
+def workers(device: torch.device) -> int:
+    """How many pieces run at a time: the threads torch may use, or one where a GPU does the work."""
+    return torch.get_num_threads() if device.type == "cpu" else 1
 
 
 def _one_thread() -> None:
@@ -39,10 +39,13 @@ def _pool(threads: int) -> ThreadPoolExecutor:
     return pool
 
 
-def spread(function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-    """function(item) for each item, in order, without gradients. The first exception is raised."""
-    pieces = list(items)
-    if len(pieces) < 2 or workers() < 2:
+def spread(function: Callable[[Item], Result], items: Iterable[Item], device: torch.device) -> list[Result]:
+    """function(item) for each item, in order, without gradients, its tensors being on `device`.
+
+    The first exception is raised.
+    """
+    pieces, threads = list(items), workers(device)
+    if len(pieces) < 2 or threads < 2:
         with torch.no_grad():
             return [function(piece) for piece in pieces]
-    return list(_pool(workers()).map(torch.no_grad()(function), pieces))
+    return list(_pool(threads).map(torch.no_grad()(function), pieces))

@@ -2,34 +2,38 @@
 
 from __future__ import annotations
 
-import csv
 import gc
 import logging
 import resource
 import sys
 import time
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import nn
 
 from turbomill import console
 from turbomill.calib_data import Windows, load_windows
 from turbomill.convert.checkpoint import Checkpoint, open_checkpoint
-from turbomill.convert.formats.awq import AwqFormat
 from turbomill.convert.formats.base import WeightFormat
-from turbomill.convert.formats.gptq import GptqFormat
 from turbomill.convert.reference import load_dense_model
+from turbomill.convert.runnable import runnable
+from turbomill.convert.staged import ResumableDirectory
 from turbomill.convert.writer import CheckpointWriter, write_json
 from turbomill.errors import UsageError
 from turbomill.quant.checks import MARKER, check_finite, check_run
 from turbomill.quant.decoder import StreamedDecoder
+from turbomill.quant.export import ExportFormat, export_format, format_name, smallest_zero
 from turbomill.quant.grid import GridSpec
-from turbomill.quant.inputs import InputStats
-from turbomill.quant.layer import LayerWork, Stage, quantize_awq, quantize_gptq, quantize_rtn, stages
+from turbomill.quant.layer import LayerWork, round_weights
 from turbomill.quant.options import METHODS, LayerRow, Method, QuantOptions, QuantResult
+from turbomill.quant.recipe import RECIPES
+from turbomill.quant.resume import identity, written_model
+from turbomill.quant.stages import calibrate_layer, plan_layer
+from turbomill.quant.stream import Stream
+from turbomill.quant.written import names_by_layer, write_layer, write_log
 
 logger = logging.getLogger("turbomill.quant")
 
@@ -41,10 +45,10 @@ def quantize(
 ) -> QuantResult:
     """Quantize MODEL's decoder linears and write an HF checkpoint into `work_dir`, whole or not at all.
 
-    `rtn` and `gptq` write the GPTQ format (v1), `awq` the AWQ gemm format; embeddings, norms and head stay as
-    they are, apart from the norms AWQ folds its scales into. Beside the weights lie quantize_config.json,
-    quant_log.csv (a row per linear) and turbomill.json (provenance). Raises TurbomillError, in one line,
-    before work begins.
+    The format is `options.format`, or else GPTQ v1 for `rtn` and `gptq`, AWQ gemm for `awq`; embeddings,
+    norms and head stay as they are, apart from the norms AWQ folds its scales into. Beside the weights lie
+    quant_log.csv (a row per linear), turbomill.json (provenance) and, where the format has one,
+    quantize_config.json. Raises TurbomillError, in one line, before work begins.
     """
     start = time.monotonic()
     options = options or QuantOptions()
@@ -53,32 +57,64 @@ def quantize(
     work_dir = Path(work_dir)
     checkpoint = open_checkpoint(model)
     check_run(checkpoint, work_dir, method, options)
-    check_finite(checkpoint)
+    device, name = device_of(options.device), format_name(options.format, method)
+    form = export_format(name, options.scheme, checkpoint)
+    same = identity(checkpoint, method, form, options, device)
+    if options.overwrite or not ResumableDirectory.check(work_dir, same):
+        check_finite(checkpoint)  # what an unfinished run has read before
     calibration = None if method == "rtn" else calibration_windows(checkpoint, options)
-    form = _format(method, options)
+    described = calibration.describe() if calibration else None
+    staged = ResumableDirectory(
+        work_dir, {**same, "calibration data": described and described["sha256"]}, options.overwrite
+    )
+    run = _Run(checkpoint, method, options, name, form, calibration)
     config = {**checkpoint.config, "quantization_config": form.quantization_config()}
-    with CheckpointWriter(work_dir, config, options.max_shard_bytes) as writer:
-        rows = _write_layers(checkpoint, writer, form, method, options, calibration)
-        checkpoint.copy_sidecars(writer.path)
-        write_json(writer.path / "quantize_config.json", form.quantization_config())
-        write_log(writer.path / LOG, rows)
-        seconds = time.monotonic() - start
-        described = calibration.describe() if calibration else None
-        made = console.provenance(
-            source=str(checkpoint.path),
-            source_fingerprint=checkpoint.fingerprint,
-            method=method,
-            options=options.describe(),
-            calibration=described,
-            seconds=round(seconds, 3),
-            peak_bytes=peak_bytes(),
-            fallbacks=[f"layer {row.layer} {row.linear}" for row in rows if row.fallback],
-        )
-        write_json(writer.path / MARKER, made)
+    try:
+        with CheckpointWriter(work_dir, config, options.max_shard_bytes, staged) as writer:
+            rows = _Layers(run, writer, device).write(list(staged.entries))
+            seconds = time.monotonic() - start
+            _write_sidecars(run, writer.path, rows, seconds)
+    except staged.KEPT:
+        if staged.temp.is_dir():
+            logger.warning(
+                "stopped: %d of %d layers are kept in %s; the same command goes on from there",
+                *(len(staged.entries) - 1, checkpoint.arch.num_layers(checkpoint.config), staged.temp),
+            )
+        raise
     size = sum(file.stat().st_size for file in work_dir.glob("*.safetensors"))
     return QuantResult(
         work_dir, method, str(options.scheme), seconds, peak_bytes(), size, described, tuple(rows)
     )
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What is quantized, and how."""
+
+    checkpoint: Checkpoint
+    method: Method
+    options: QuantOptions
+    format_name: ExportFormat
+    form: WeightFormat
+    calibration: Windows | None
+
+
+def _write_sidecars(run: _Run, path: Path, rows: list[LayerRow], seconds: float) -> None:
+    run.checkpoint.copy_sidecars(path)
+    if run.format_name != "compressed-tensors":
+        write_json(path / "quantize_config.json", run.form.quantization_config())
+    write_log(path / LOG, rows)
+    made = console.provenance(
+        source=str(run.checkpoint.path),
+        source_fingerprint=run.checkpoint.fingerprint,
+        method=run.method,
+        options=run.options.describe(),
+        calibration=run.calibration and run.calibration.describe(),
+        seconds=round(seconds, 3),
+        peak_bytes=peak_bytes(),
+        fallbacks=[f"layer {row.layer} {row.linear}" for row in rows if row.fallback],
+    )
+    write_json(path / MARKER, made)
 
 
 def calibration_windows(checkpoint: Checkpoint, options: QuantOptions) -> Windows:
@@ -101,115 +137,97 @@ def calibration_windows(checkpoint: Checkpoint, options: QuantOptions) -> Window
     )
 
 
-def _format(method: Method, options: QuantOptions) -> WeightFormat:
-    return AwqFormat(options.scheme) if method == "awq" else GptqFormat(options.scheme, version=1)
+def device_of(name: str) -> torch.device:
+    """The device `--device` asks for; auto is the first GPU, if there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UsageError(f"--device {name}: {str(error).splitlines()[0]}") from error
+    return device
 
 
-def _write_layers(
-    checkpoint: Checkpoint,
-    writer: CheckpointWriter,
-    form: WeightFormat,
-    method: Method,
-    options: QuantOptions,
-    calibration: Windows | None,
-) -> list[LayerRow]:
-    """Copy what is not a decoder layer, then quantize and write the layers one after the other."""
-    decoder = StreamedDecoder(checkpoint)
-    arch, config = decoder.arch, checkpoint.config
-    prefixes = [arch.layer(index) for index in range(decoder.num_layers)]
-    by_layer: dict[str, list[str]] = {prefix: [] for prefix in prefixes}
-    for name in checkpoint.names():
-        prefix = next((p for p in prefixes if name.startswith(p)), None)
-        if prefix is None:
-            writer.add(name, checkpoint.tensor(name))
+class _Layers:
+    """The loop over a model's layers: quantize and write each, or replay one that is already written."""
+
+    def __init__(self, run: _Run, writer: CheckpointWriter, device: torch.device) -> None:
+        self.run, self.writer = run, writer
+        self.model = runnable(run.checkpoint)
+        self.decoder = StreamedDecoder(self.model, device)
+        self.recipe = RECIPES[run.method]
+        arch, config = self.model.arch, self.model.config
+        dtype = torch.bfloat16 if self.model.dtype == torch.bfloat16 else torch.float16
+        self.spec = GridSpec(run.options.scheme, dtype, smallest_zero(run.format_name))
+        self.head_dim = int(arch.model_config(config)["head_dim"])
+        # What the quantized layers give and, if the recipe corrects for the drift, the full-precision ones.
+        self.streams: list[Stream] = []
+        if run.calibration is not None:
+            batch = run.options.batch_of(run.calibration.length)
+            hidden = self.decoder.embed(run.calibration.batches(batch))
+            self.streams = [Stream(self.decoder, list(hidden)) for _ in range(1 + self.recipe.correct)]
+
+    def write(self, done: list[dict[str, Any]]) -> list[LayerRow]:
+        """Copy what is not a decoder layer, then the layers; `done` are the parts already written."""
+        others, layers = names_by_layer(self.run.checkpoint)
+        if not done:
+            for name in others:
+                self.writer.add(name, self.run.checkpoint.tensor(name))
+            self.writer.commit({"rows": []})
+        rows = [LayerRow(**row) for part in done for row in part["rows"]]
+        finished, count = max(len(done) - 1, 0), self.decoder.num_layers
+        if finished:
+            logger.info("going on with an unfinished run: %d of %d layers are done", finished, count)
+        title = f"{self.run.method} {self.run.options.scheme}"
+        with torch.no_grad(), console.progress(title, count) as task:
+            for index, names in enumerate(layers):
+                if index >= finished:
+                    rows += self._quantize(index, names)
+                elif finished < count:
+                    self._replay(index)
+                task.advance()
+                gc.collect()  # modules hold cycles; without this two layers' weights pile up
+        return rows
+
+    def _quantize(self, index: int, names: list[str]) -> list[LayerRow]:
+        model, arch = self.model, self.model.arch
+        work = LayerWork(
+            index,
+            self.decoder.load(index),
+            self.spec,
+            self.head_dim,
+            stored_as=lambda name: model.dtype_of(arch.layer(index) + name),
+            norm_offset=arch.norm_offset,
+        )
+        if self.streams:
+            self._enter(work.module, index)
+            plan = plan_layer(arch, model.config, index)
+            calibrate_layer(work, plan, self.streams, self.recipe, self.run.options)
+            self._leave(index)
         else:
-            by_layer[prefix].append(name)
+            round_weights(work, arch.linears_of(model.config, index))
+        write_layer(work, model, self.writer, self.run.form, names)
+        self.writer.commit({"rows": [asdict(row) for row in work.rows]})
+        return work.rows
 
-    dtype = torch.bfloat16 if checkpoint.dtype == torch.bfloat16 else torch.float16
-    # GPTQ v1 stores zero - 1: readers disagree about a zero of 0, so the grid never has one.
-    spec = GridSpec(options.scheme, dtype, min_zero=0 if method == "awq" else 1)
-    plan = stages([fusion.parts for fusion in arch.fusions], arch.scale_groups(config))
-    head_dim = int(arch.model_config(config)["head_dim"])
-    hidden: list[Tensor] = []
-    if calibration is not None:
-        hidden = decoder.embed(calibration.batches(options.batch_of(calibration.length)))
-    rows: list[LayerRow] = []
-    with torch.no_grad(), console.progress(f"{method} {options.scheme}", decoder.num_layers) as task:
-        for index, prefix in enumerate(prefixes):
-            work = LayerWork(
-                index,
-                decoder.load(index),
-                spec,
-                head_dim,
-                stored_as=lambda name, prefix=prefix: checkpoint.dtype_of(prefix + name),
-                norm_offset=arch.norm_offset,
-            )
-            if calibration is None:
-                quantize_rtn(work, arch.linears)
-            else:
-                _calibrated(work, decoder, plan, hidden, method, options)
-                if index + 1 < decoder.num_layers:
-                    decoder.run_all(work.module, index, hidden)
-            _write(work, checkpoint, writer, form, prefix, by_layer[prefix])
-            rows += work.rows
-            task.advance()
-            del work
-            gc.collect()  # modules hold cycles; without this two layers' weights pile up
-    return rows
+    def _replay(self, index: int) -> None:
+        """Bring the streams behind a layer that an earlier run wrote."""
+        if self.streams:
+            written = written_model(self.model, self.writer, self.run.form)
+            self._enter(self.decoder.load(index, written), index)
+            self._leave(index)
 
+    def _enter(self, module: nn.Module, index: int) -> None:
+        stream, *full = self.streams
+        stream.enter(module, index)
+        for other in full:
+            other.enter(self.decoder.load(index), index)
 
-def _calibrated(
-    work: LayerWork,
-    decoder: StreamedDecoder,
-    plan: list[Stage],
-    hidden: list[Tensor],
-    method: Method,
-    options: QuantOptions,
-) -> None:
-    """Each stage in turn: gather its inputs behind the stages already quantized, then quantize it."""
-    for stage in plan:
-        first = stage.linears[0]
-        stats = InputStats(work.weight(first).shape[1])
-        decoder.run_to(work.module, work.index, hidden, first, stats.add)
-        if method == "awq":
-            quantize_awq(work, stage, stats, options)
-        else:
-            quantize_gptq(work, stage, stats, options)
-
-
-def _write(
-    work: LayerWork,
-    checkpoint: Checkpoint,
-    writer: CheckpointWriter,
-    form: WeightFormat,
-    prefix: str,
-    names: list[str],
-) -> None:
-    """Write one layer: linears packed, other tensors in their own dtype, as the module now has them."""
-    state: dict[str, Any] = work.module.state_dict()
-    for name in names:
-        short = name.removeprefix(prefix)
-        linear, _, kind = short.rpartition(".")
-        if linear in work.done:
-            if kind == "weight":
-                bias = work.bias(linear)
-                stored = None if bias is None else bias.to(checkpoint.dtype_of(f"{prefix}{linear}.bias"))
-                packed = work.done[linear].linear(stored)
-                packed.validate(prefix + linear)
-                for key, tensor in form.pack(prefix + linear, packed).items():
-                    writer.add(key, tensor)
-        elif short in state:
-            writer.add(name, state[short].to(checkpoint.dtype_of(name)))
-        else:  # not a parameter of the layer (old checkpoints carry RoPE's frequencies): as it is
-            writer.add(name, checkpoint.tensor(name))
-
-
-def write_log(path: Path, rows: list[LayerRow]) -> None:
-    """quant_log.csv: one row per linear."""
-    with path.open("w", newline="", encoding="utf-8") as file:
-        table = csv.DictWriter(file, [field.name for field in fields(LayerRow)])
-        table.writeheader()
-        table.writerows(asdict(row) for row in rows)
+    def _leave(self, index: int) -> None:
+        if index + 1 < self.decoder.num_layers:
+            for stream in self.streams:
+                stream.leave()
 
 
 def peak_bytes() -> int:

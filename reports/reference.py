@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from turbomill.convert.writer import StagedDirectory
+from turbomill.convert.staged import StagedDirectory
 from turbomill.errors import TurbomillError
 from turbomill.reports.scores import Reference
 

@@ -67,14 +67,17 @@ class AwqFormat(WeightFormat):
         )
         return cls(scheme, list(quant.get("modules_to_not_convert") or []))
 
-    def _group(self, prefix: str, k: int, n: int) -> int:
+    def misfit(self, prefix: str, k: int, n: int) -> str:
+        """Whole groups along K, whole words along N."""
         group = self.scheme.group if self.scheme.group > 0 else k
-        if k % group or n % 8:
-            raise CheckpointError(
-                f"{prefix}: AWQ gemm needs K divisible by the group and N by 8, got K={k}, N={n}, "
-                f"group {group}; choose a group size that divides K"
-            )
-        return group
+        if k % group == 0 and n % 8 == 0:
+            return ""
+        return f"AWQ gemm needs K divisible by the group and N by 8, got K={k}, N={n}, group {group}"
+
+    def _group(self, prefix: str, k: int, n: int) -> int:
+        if wrong := self.misfit(prefix, k, n):
+            raise CheckpointError(f"{prefix}: {wrong}; choose a group size that divides K")
+        return self.scheme.group if self.scheme.group > 0 else k
 
     def expected(self, prefix: str, k: int, n: int) -> dict[str, tuple[int, ...]]:
         """qweight, qzeros, scales."""
@@ -88,6 +91,10 @@ class AwqFormat(WeightFormat):
     def optional(self, prefix: str) -> Sequence[str]:
         """Nothing."""
         return ()
+
+    def values(self, prefix: str) -> str:
+        """scales."""
+        return f"{prefix}.scales"
 
     def unpack(self, source: TensorSource, prefix: str) -> QuantLinear:
         """One linear in canonical form; symmetric zeros are checked."""

@@ -37,6 +37,10 @@ class WeightFormat(ABC):
             return self.scheme
         return replace(self.scheme, group=k)
 
+    def misfit(self, prefix: str, k: int, n: int) -> str:
+        """Why the format cannot store a linear of K x N in its scheme; empty when it can."""
+        return ""
+
     @abstractmethod
     def expected(self, prefix: str, k: int, n: int) -> dict[str, tuple[int, ...]]:
         """The tensors a linear of K x N needs, bias apart, and their shapes."""
@@ -44,6 +48,10 @@ class WeightFormat(ABC):
     @abstractmethod
     def optional(self, prefix: str) -> Sequence[str]:
         """Names that may also be there."""
+
+    @abstractmethod
+    def values(self, prefix: str) -> str:
+        """The tensor whose dtype the linear's weights have: a dense weight, or the scales."""
 
     @abstractmethod
     def unpack(self, source: TensorSource, prefix: str) -> Linear:

@@ -32,6 +32,10 @@ class DenseFormat(WeightFormat):
         """Nothing."""
         return ()
 
+    def values(self, prefix: str) -> str:
+        """weight."""
+        return f"{prefix}.weight"
+
     def unpack(self, source: TensorSource, prefix: str) -> DenseLinear:
         """The weight as stored."""
         return DenseLinear(source.tensor(f"{prefix}.weight"), bias_of(source, prefix))

@@ -6,11 +6,12 @@ from typing import Any
 
 from turbomill.convert.formats.awq import AwqFormat
 from turbomill.convert.formats.base import WeightFormat
+from turbomill.convert.formats.compressed_tensors import CompressedTensorsFormat
 from turbomill.convert.formats.dense import DenseFormat
 from turbomill.convert.formats.gptq import GptqFormat
 from turbomill.errors import CheckpointError, UnsupportedModelError
 
-FORMATS: tuple[type[WeightFormat], ...] = (DenseFormat, AwqFormat, GptqFormat)
+FORMATS: tuple[type[WeightFormat], ...] = (DenseFormat, AwqFormat, GptqFormat, CompressedTensorsFormat)
 
 
 def find_format(config: dict[str, Any]) -> WeightFormat:
@@ -18,7 +19,7 @@ def find_format(config: dict[str, Any]) -> WeightFormat:
     for candidate in FORMATS:
         try:
             found = candidate.recognise(config)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise CheckpointError(f"config.json: quantization_config is malformed: {error}") from error
         if found is not None:
             return found

@@ -73,6 +73,13 @@ class GptqFormat(WeightFormat):
             raise UnsupportedModelError(f"{prefix}: GPTQ of {bits} bits is not supported; supported: {BITS}")
         return QuantScheme(bits, group if group > 0 else k, symmetric)
 
+    def misfit(self, prefix: str, k: int, n: int) -> str:
+        """Whole words along K and along N; a short last group is read by most."""
+        bits = self.scheme_of(prefix, k).bits
+        if k * bits % 32 == 0 and n * bits % 32 == 0:
+            return ""
+        return f"GPTQ packs into whole 32-bit words; K={k}, N={n} at {bits} bits do not fit"
+
     def expected(self, prefix: str, k: int, n: int) -> dict[str, tuple[int, ...]]:
         """qweight, qzeros, scales."""
         scheme = self.scheme_of(prefix, k)
@@ -86,6 +93,10 @@ class GptqFormat(WeightFormat):
     def optional(self, prefix: str) -> Sequence[str]:
         """g_idx, which says k // group where rows were not reordered."""
         return (f"{prefix}.g_idx",)
+
+    def values(self, prefix: str) -> str:
+        """scales."""
+        return f"{prefix}.scales"
 
     def unpack(self, source: TensorSource, prefix: str) -> QuantLinear:
         """One linear in canonical form. Rows reordered by desc_act are an UnsupportedModelError."""
@@ -137,10 +148,8 @@ class GptqFormat(WeightFormat):
         if not isinstance(linear, QuantLinear) or linear.scheme.bits not in BITS:
             raise CheckpointError(f"{prefix}: GPTQ stores linears of {BITS} bits")
         bits, (k, n) = linear.scheme.bits, linear.shape
-        if k * bits % 32 or n * bits % 32:
-            raise CheckpointError(
-                f"{prefix}: GPTQ packs into whole 32-bit words; K={k}, N={n} at {bits} bits do not fit"
-            )
+        if wrong := self.misfit(prefix, k, n):
+            raise CheckpointError(f"{prefix}: {wrong}")
         mask = 2**bits - 1
         raw = linear.zeros if self.version == 2 else (linear.zeros + mask) & mask  # zero - 1 modulo 2^b
         tensors = {

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from turbomill.convert.models import llama
-from turbomill.convert.models.base import Fusion, HfConfig, ScaleGroup, register
+from turbomill.convert.models.base import Fusion, HfConfig, RunsAs, ScaleGroup, register
 from turbomill.convert.models.llama import LLAMA
 from turbomill.errors import UnsupportedModelError
 
@@ -57,6 +57,7 @@ BAICHUAN = register(
         linear_biases=_biases,
         scale_groups=_scale_groups,
         check=_check,
+        runs_as=RunsAs(LLAMA, split={"self_attn.W_pack": llama.ATTENTION}),
     )
 )
 

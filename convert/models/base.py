@@ -50,6 +50,21 @@ class Fusion:
         return tuple(part.format(e=expert) for part in self.parts)
 
 
+@dataclass(frozen=True)
+class RunsAs:
+    """Another architecture that computes the same from the same tensors, named or joined otherwise.
+
+    Calibration and the reference run on its modelling code. `rename` are replacements in a tensor's full
+    name, in order; `split` are linears that the other has in parts, which lie one after the other once the
+    rows are in the order of the store (`Fusion.order`).
+    """
+
+    arch: Architecture
+    rename: tuple[tuple[str, str], ...] = ()
+    split: dict[str, tuple[str, ...]] = field(default_factory=dict)  # linear -> the other's linears
+    config: Callable[[HfConfig], HfConfig] = dict  # what the other's config says
+
+
 def _no_tables(_config: HfConfig) -> dict[str, Tensor]:
     return {}
 
@@ -92,11 +107,17 @@ class Architecture:
     num_experts: Callable[[HfConfig], int] = _no_experts
     # A layer's fusions where layers differ; `fusions` are then those that all layers have
     layer_fusions: Callable[[HfConfig, int], tuple[Fusion, ...]] | None = None
+    runs_as: RunsAs | None = None  # where transformers has no code of its own for it, or other names
 
     @property
     def linears(self) -> tuple[str, ...]:
         """The linears of every layer, in the order of a forward pass."""
         return tuple(part for fusion in self.fusions for part in fusion.parts)
+
+    @property
+    def attention_output(self) -> str:
+        """The linear after the attention, within a layer."""
+        return next(fusion.parts[0] for fusion in self.fusions if fusion.name == "w_o")
 
     def fusions_of(self, config: HfConfig, index: int) -> tuple[Fusion, ...]:
         """Layer `index`'s fusions."""

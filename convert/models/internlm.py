@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from turbomill.convert.models import llama
-from turbomill.convert.models.base import Fusion, HfConfig, ScaleGroup, register
+from turbomill.convert.models.base import Fusion, HfConfig, RunsAs, ScaleGroup, register
 from turbomill.convert.models.hf import heads_of
 from turbomill.convert.models.llama import LLAMA
 
@@ -55,6 +55,20 @@ def _biases3(config: HfConfig) -> dict[str, bool]:
     return {name: qkv if name in llama.ATTENTION else others for name in llama.linear_shapes(config)}
 
 
+def _as_llama2(config: HfConfig) -> HfConfig:
+    return {**config, "attention_bias": bool(config.get("bias"))}
+
+
+def _as_llama3(config: HfConfig) -> HfConfig:
+    """Llama has a bias on all of q, k, v and o or on none: those that are not there are zeros."""
+    biases = _biases3(config)
+    return {
+        **config,
+        "attention_bias": any(biases[name] for name in (*llama.ATTENTION, "self_attn.o_proj")),
+        "mlp_bias": biases["mlp.up_proj"],
+    }
+
+
 INTERNLM2 = register(
     replace(
         LLAMA,
@@ -73,6 +87,21 @@ INTERNLM2 = register(
         linear_shapes=_shapes2,
         linear_biases=_biases2,
         scale_groups=_scale_groups2,
+        runs_as=RunsAs(
+            LLAMA,
+            rename=(
+                ("model.tok_embeddings.", "model.embed_tokens."),
+                ("output.", "lm_head."),
+                (".attention_norm.", ".input_layernorm."),
+                (".ffn_norm.", ".post_attention_layernorm."),
+                (".attention.wo.", ".self_attn.o_proj."),
+                (".feed_forward.w1.", ".mlp.gate_proj."),
+                (".feed_forward.w3.", ".mlp.up_proj."),
+                (".feed_forward.w2.", ".mlp.down_proj."),
+            ),
+            split={"attention.wqkv": llama.ATTENTION},
+            config=_as_llama2,
+        ),
     )
 )
 
@@ -82,5 +111,6 @@ INTERNLM3 = register(
         name="InternLM3ForCausalLM",
         models="InternLM3",
         linear_biases=_biases3,
+        runs_as=RunsAs(LLAMA, config=_as_llama3),
     )
 )

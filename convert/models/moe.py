@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from turbomill.convert.models import llama
-from turbomill.convert.models.base import Fusion, HfConfig, register
+from turbomill.convert.models.base import Fusion, HfConfig, RunsAs, ScaleGroup, register
 from turbomill.convert.models.hf import parsed
 from turbomill.convert.models.llama import ATTENTION_FUSIONS, LLAMA
 from turbomill.convert.models.qwen import HEAD_NORMS
@@ -32,6 +32,15 @@ def _mlp_shapes(fusions: tuple[Fusion, ...], experts: int, hidden: int, inter: i
         for fusion, shape in ((pair, (hidden, inter)), (down, (inter, hidden)))
         for name in fusion.names(expert)
     }
+
+
+def _scale_groups(config: HfConfig, *mlps: str, norm: str = "") -> tuple[ScaleGroup, ...]:
+    """AWQ's groups of the attention and of each MLP, named by its prefix: up to down. What the router reads
+    cannot be scaled, and so what `norm` gives to an MLP beside no router is all that gets a scale there."""
+    groups = [ScaleGroup(f"{mlp}up_proj", (f"{mlp}down_proj",), f"{mlp}down_proj") for mlp in mlps]
+    if norm:
+        groups.append(ScaleGroup(norm, ("mlp.gate_proj", "mlp.up_proj"), "mlp"))
+    return (*llama.attention_scale_groups(config), *groups)
 
 
 def _attention_shapes(config: HfConfig) -> Shapes:
@@ -75,21 +84,56 @@ def _mixtral_config(config: HfConfig) -> dict[str, Any]:
     }
 
 
-MIXTRAL = register(
-    replace(
-        LLAMA,
-        name="MixtralForCausalLM",
-        models="Mixtral 8x7B, 8x22B",
-        fusions=ATTENTION_FUSIONS,
-        layer_fusions=_mixtral_fusions,
-        num_experts=_mixtral_experts,
-        matrices=_mixtral_matrices,
-        linear_shapes=_mixtral_shapes,
-        linear_biases=_mixtral_biases,
-        scale_groups=llama.attention_scale_groups,
-        model_config=_mixtral_config,
-    )
+# The same under the names of transformers' modules, which differ from those of its checkpoints.
+_MODULES = _mlp_fusions("experts.", "mlp.experts.{e}.")
+
+
+def _module_shapes(config: HfConfig) -> Shapes:
+    sizes = int(config["hidden_size"]), int(config["intermediate_size"])
+    return _attention_shapes(config) | _mlp_shapes(_MODULES, _mixtral_experts(config), *sizes)
+
+
+def _module_biases(config: HfConfig) -> dict[str, bool]:
+    return dict.fromkeys(_module_shapes(config), False)
+
+
+def _module_fusions(_config: HfConfig, _layer: int) -> tuple[Fusion, ...]:
+    return (*ATTENTION_FUSIONS, *_MODULES)
+
+
+def _module_matrices(config: HfConfig, _layer: int) -> Matrices:
+    return {"mlp.gate": ("router", (_mixtral_experts(config), int(config["hidden_size"])))}
+
+
+_MIXTRAL = replace(
+    LLAMA,
+    name="MixtralForCausalLM",
+    models="Mixtral 8x7B, 8x22B",
+    fusions=ATTENTION_FUSIONS,
+    layer_fusions=_mixtral_fusions,
+    num_experts=_mixtral_experts,
+    matrices=_mixtral_matrices,
+    linear_shapes=_mixtral_shapes,
+    linear_biases=_mixtral_biases,
+    scale_groups=llama.attention_scale_groups,
+    model_config=_mixtral_config,
 )
+_RUN = RunsAs(
+    replace(
+        _MIXTRAL,
+        layer_fusions=_module_fusions,
+        matrices=_module_matrices,
+        linear_shapes=_module_shapes,
+        linear_biases=_module_biases,
+    ),
+    rename=(
+        (".block_sparse_moe.", ".mlp."),
+        (".w1.", ".gate_proj."),
+        (".w3.", ".up_proj."),
+        (".w2.", ".down_proj."),
+    ),
+)
+MIXTRAL = register(replace(_MIXTRAL, runs_as=_RUN))
 
 # Qwen
 
@@ -148,6 +192,10 @@ def _qwen_matrices(config: HfConfig, layer: int) -> Matrices:
     return router | (shared if _shared_size(config) else {})
 
 
+def _qwen_groups(config: HfConfig) -> tuple[ScaleGroup, ...]:
+    return _scale_groups(config, "mlp.shared_expert.", "mlp.", norm="post_attention_layernorm")
+
+
 def _qwen_config(config: HfConfig) -> dict[str, Any]:
     found: Any = parsed(config)
     dense, shared = _dense_layers(config), _shared_size(config)
@@ -167,7 +215,7 @@ def _qwen3_config(config: HfConfig) -> dict[str, Any]:
 
 QWEN2_MOE = register(
     replace(
-        MIXTRAL,
+        _MIXTRAL,
         name="Qwen2MoeForCausalLM",
         models="Qwen1.5-MoE, Qwen2-57B-A14B",
         layer_fusions=_qwen_fusions,
@@ -175,6 +223,7 @@ QWEN2_MOE = register(
         matrices=_qwen_matrices,
         linear_shapes=_qwen_shapes,
         linear_biases=_qwen_biases,
+        scale_groups=_qwen_groups,
         model_config=_qwen_config,
     )
 )

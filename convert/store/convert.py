@@ -9,12 +9,13 @@ from typing import Any
 from turbomill import console
 from turbomill.convert.checkpoint import Checkpoint, open_checkpoint
 from turbomill.convert.source import STORE_FILE
+from turbomill.convert.staged import StagedDirectory
 from turbomill.convert.store.check import check_tensors
 from turbomill.convert.store.manifest import FORMAT_VERSION, TensorInfo
 from turbomill.convert.store.plan import plan_store
 from turbomill.convert.store.reader import Store, open_store
 from turbomill.convert.store.writer import SHARD_BYTES, checksum, write_shards
-from turbomill.convert.writer import StagedDirectory, write_json
+from turbomill.convert.writer import write_json
 from turbomill.errors import UsageError
 
 log = logging.getLogger("turbomill.convert")

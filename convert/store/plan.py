@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from turbomill.convert.checkpoint import Checkpoint
-from turbomill.convert.linear import DenseLinear, QuantLinear, QuantScheme, storable_scales
+from turbomill.convert.linear import DenseLinear, QuantLinear
 from turbomill.convert.models.base import Fusion
 from turbomill.convert.safetensors_io import DTYPES, TAGS
 from turbomill.convert.store.fuse import fuse, reorder
@@ -25,9 +26,10 @@ from turbomill.convert.store.layout import (
     padded,
     stored_group,
 )
+from turbomill.convert.store.scheme import as_stored, stored_scheme
 from turbomill.errors import CheckpointError, UnsupportedModelError
 
-GROUPS = (32, 64, 128)
+log = logging.getLogger("turbomill.convert")
 
 
 @dataclass(frozen=True)
@@ -125,12 +127,13 @@ def _linear(checkpoint: Checkpoint, index: int, fusion: Fusion) -> Step:
 
     everything = [prefix for expert in range(max(experts, 1)) for prefix in prefixes(expert)]
     schemes = {checkpoint.format_of(prefix).scheme_of(prefix, k) for prefix in everything}
-    if len(schemes) != 1:
-        found = ", ".join(sorted(map(str, schemes)))
-        raise CheckpointError(
-            f"{name}: {', '.join(fusion.parts)} are fused, so they need one scheme, but have {found}"
+    scheme = stored_scheme(list(schemes), k)
+    dtype = _value_dtype(checkpoint, everything, packed=scheme is not None)
+    if scheme is None and schemes != {None}:
+        log.info(
+            "%s: %s has no packed layout, stored dense in %s",
+            *(name, " + ".join(sorted(str(found or "dense") for found in schemes)), dtype),
         )
-    scheme = schemes.pop()
     biases = [f"{prefix}.bias" for prefix in everything if checkpoint.has(f"{prefix}.bias")]
     if biases and experts:
         raise UnsupportedModelError(f"{biases[0]}: experts with a bias are not supported")
@@ -139,17 +142,14 @@ def _linear(checkpoint: Checkpoint, index: int, fusion: Fusion) -> Step:
         bias = (Planned(f"{name}.bias", VECTOR, TAGS[checkpoint.dtype_of(biases[0])], (n,), (n,)),)
 
     def load(expert: int) -> DenseLinear | QuantLinear:
-        parts = [checkpoint.linear(prefix) for prefix in prefixes(expert)]
+        parts = [as_stored(prefix, checkpoint.linear(prefix), scheme, dtype) for prefix in prefixes(expert)]
         return reorder(fuse(name, fusion, parts), order)
 
     logical = (*stack, n, k)
     if scheme is None:
-        tag = TAGS[checkpoint.dtype_of(f"{everything[0]}.weight")]
-        weight = Planned(f"{name}.weight", DENSE, tag, logical, logical)
+        weight = Planned(f"{name}.weight", DENSE, TAGS[dtype], logical, logical)
         return Step((weight, *bias), lambda expert: list(_dense_tensors(load(expert))), experts)
-    _check_scheme(name, scheme, k)
-    group = stored_group(scheme.group, k)
-    tag = TAGS[_scale_dtype(checkpoint.dtype_of(f"{everything[0]}.scales"))]
+    group, tag = stored_group(scheme.group, k), TAGS[dtype]
     tiles = (*stack, padded(n) // TILE, padded(k) // TILE, 4, 32, 16)
     groups = (*stack, padded(n) // TILE, padded(k) // group, TILE)
     planned = [
@@ -158,22 +158,23 @@ def _linear(checkpoint: Checkpoint, index: int, fusion: Fusion) -> Step:
     ]
     if not scheme.symmetric:
         planned.append(Planned(f"{name}.zeros", GROUP, tag, groups, logical, group))
-    return Step((*planned, *bias), lambda expert: list(_quant_tensors(name, load(expert))), experts)
+    return Step((*planned, *bias), lambda expert: list(_quant_tensors(load(expert))), experts)
 
 
-def _scale_dtype(dtype: torch.dtype) -> torch.dtype:
-    return dtype if dtype in (torch.float16, torch.bfloat16) else torch.float16
-
-
-def _check_scheme(name: str, scheme: QuantScheme, k: int) -> None:
-    if scheme.bits != 4:
-        raise UnsupportedModelError(
-            f"{name}: {scheme.bits}-bit weights have no store layout; supported: 4 bits, or a dense model"
-        )
-    if scheme.group not in GROUPS and scheme.group < k:
-        raise UnsupportedModelError(
-            f"{name}: group {scheme.group} has no store layout; supported: 32, 64, 128 and K ({k})"
-        )
+def _value_dtype(checkpoint: Checkpoint, prefixes: list[str], packed: bool) -> torch.dtype:
+    """The dtype that a fused linear's weights, or scales, are stored in. fp32 scales are narrowed to fp16."""
+    half = (torch.float16, torch.bfloat16)
+    found: set[torch.dtype] = set()
+    for prefix in prefixes:
+        form = checkpoint.format_of(prefix)
+        dtype = checkpoint.dtype_of(form.values(prefix))
+        found.add(dtype if dtype in half or form.scheme is None else torch.float16)
+    if len(found) == 1:
+        return found.pop()
+    if packed:
+        names = ", ".join(sorted(map(str, found)))
+        raise CheckpointError(f"{prefixes[0]}: is fused with linears whose scales differ in dtype: {names}")
+    return torch.float32
 
 
 def _dense_tensors(linear: DenseLinear | QuantLinear) -> Iterator[Tensor]:
@@ -183,13 +184,12 @@ def _dense_tensors(linear: DenseLinear | QuantLinear) -> Iterator[Tensor]:
         yield linear.bias
 
 
-def _quant_tensors(name: str, linear: DenseLinear | QuantLinear) -> Iterator[Tensor]:
+def _quant_tensors(linear: DenseLinear | QuantLinear) -> Iterator[Tensor]:
     assert isinstance(linear, QuantLinear)
     k, _ = linear.shape
-    scales = storable_scales(name, linear.scales)
     yield pack_w4(linear.codes)
-    yield pack_groups(scales, linear.scheme.group, k)
+    yield pack_groups(linear.scales, linear.scheme.group, k)
     if not linear.scheme.symmetric:
-        yield pack_groups(linear.zeros.to(scales.dtype), linear.scheme.group, k)
+        yield pack_groups(linear.zeros.to(linear.scales.dtype), linear.scheme.group, k)
     if linear.bias is not None:
         yield linear.bias

@@ -41,6 +41,21 @@ def test_builtin_windows_follow_the_published_recipe():
     assert made.source == "builtin" and made.split == "evaluation" and len(made.fingerprint) == 64
 
 
+def test_sets_joined_by_commas_share_the_samples(tmp_path):
+    other = tmp_path / "other.txt"
+    other.write_text("z" * 500)
+    made = load_windows(f"builtin,{other}", Words(), 7, 50)
+    builtin, own = load_windows("builtin", Words(), 4, 50), load_windows(str(other), Words(), 3, 50)
+    assert made.ids.tolist() == builtin.ids.tolist() + own.ids.tolist()
+    assert made.source == f"builtin,{other}"
+    with pytest.raises(UsageError, match="--calib-samples 1: expected at least one for each"):
+        load_windows(f"builtin,{other}", Words(), 1, 50)
+    with pytest.raises(TurbomillError, match="500 tokens of text, less than one window of 600"):
+        load_windows(f"builtin,{other}", Words(), 4, 600)
+    with pytest.raises(UsageError, match="nowhere: no such file"):
+        check_name("builtin,nowhere")
+
+
 def test_limit_stops_reading():
     assert 1 <= len(load_texts("builtin", limit=100)) < len(load_texts("builtin"))
 

@@ -221,7 +221,10 @@ def test_formats_are_recognised(quant, form, scheme):
 @pytest.mark.parametrize(
     "quant, words",
     [
-        ({"quant_method": "bitsandbytes"}, "bitsandbytes is not supported; supported: dense, awq, gptq"),
+        (
+            {"quant_method": "bitsandbytes"},
+            "bitsandbytes is not supported; supported: dense, awq, gptq, compressed-tensors",
+        ),
         ({"quant_method": "awq", "version": "marlin"}, "AWQ version marlin"),
         ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "checkpoint_format marlin"),
         ({"quant_method": "gptq", "bits": 5}, "5 bits"),

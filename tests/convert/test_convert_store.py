@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from turbomill.convert.checkpoint import open_checkpoint
 from turbomill.convert.formats.awq import AwqFormat
+from turbomill.convert.formats.compressed_tensors import CompressedTensorsFormat
 from turbomill.convert.formats.gptq import GptqFormat
 from turbomill.convert.linear import DenseLinear, QuantLinear, QuantScheme
 from turbomill.convert.reference import load_dense_model, write_hf
@@ -117,6 +118,9 @@ SCHEMES = [
     GptqFormat(QuantScheme(4, 64, False), 2),
     GptqFormat(QuantScheme(4, 128, False), 1),  # does not divide 192: a ragged last group
     GptqFormat(QuantScheme(4, -1, False), 1),
+    CompressedTensorsFormat(QuantScheme(4, 32, True)),
+    CompressedTensorsFormat(QuantScheme(4, 64, False)),
+    CompressedTensorsFormat(QuantScheme(4, -1, False)),
 ]
 
 
@@ -211,15 +215,53 @@ def test_spare_biases_of_zeros_are_accepted(tiny, quantized, tmp_path):
         convert_checkpoint(path, tmp_path / "other")
 
 
-def test_schemes_without_a_layout(tiny, quantized, tmp_path):
-    for form, words in (
-        (GptqFormat(QuantScheme(8, 32, True)), "8-bit weights have no store layout; supported: 4 bits"),
-        (GptqFormat(QuantScheme(4, 16, True)), "group 16 has no store layout; supported: 32, 64, 128 and K"),
-    ):
-        path, _ = quantized(tiny(), form)
-        with pytest.raises(UnsupportedModelError, match=words):
-            convert_checkpoint(path, tmp_path / "store")
-        assert not (tmp_path / "store").exists()
+MIXED = [
+    (GptqFormat(QuantScheme(3, 32, True)), "packed"),
+    (GptqFormat(QuantScheme(2, 64, False)), "packed"),
+    (GptqFormat(QuantScheme(4, 32, True), dynamic={r".*k_proj": {"group_size": 64}}), "packed"),
+    (GptqFormat(QuantScheme(4, 128, True), dynamic={r".*[vu]\w*_proj": {"bits": 3, "sym": False}}), "packed"),
+    (GptqFormat(QuantScheme(4, -1, True), dynamic={r".*q_proj": {"group_size": 32}}), "packed"),
+    (GptqFormat(QuantScheme(4, 96, False)), "packed"),  # K is 128 and 192
+    (CompressedTensorsFormat(QuantScheme(3, -1, False)), "packed"),
+    (GptqFormat(QuantScheme(8, 32, True)), "dense"),
+    (CompressedTensorsFormat(QuantScheme(5, -1, False)), "dense"),
+    (AwqFormat(QuantScheme(4, 16, False)), "dense"),
+    (GptqFormat(QuantScheme(4, 32, True), dynamic={r".*(k|up)_proj": {"bits": 8}}), "dense"),
+]
+
+
+@pytest.mark.parametrize(("form", "kind"), MIXED)
+def test_schemes_that_the_layout_does_not_have(tiny, quantized, tmp_path, form, kind):
+    """At most 4 bits are stored exactly in 4; what cannot be is dense, rounded to the model's 16 bits."""
+    path, linears = quantized(tiny(), form)
+    store = convert_checkpoint(path, tmp_path / "store")
+    checkpoint = open_checkpoint(path)
+    assert all(torch.equal(checkpoint.linear(n).codes, linear.codes) for n, linear in linears.items())
+    for index in range(2):
+        for name, (weight, _) in expected_fused(checkpoint, index).items():
+            linear = store.linear(f"layers.{index}.{name}")
+            if isinstance(linear, QuantLinear):
+                assert torch.equal(linear.dequantize(), weight), name
+            else:
+                assert torch.equal(linear.weight, weight.half()), name
+    assert isinstance(store.linear("layers.1.w_qkv"), QuantLinear if kind == "packed" else DenseLinear)
+
+
+def test_a_quantized_linear_fused_with_a_dense_one(tiny, quantized, tmp_path):
+    form = CompressedTensorsFormat(QuantScheme(4, 32, False), ignore=("lm_head", "re:.*v_proj"))
+    path, _ = quantized(tiny(dtype=torch.bfloat16), form, keep=("v_proj",))
+    store, checkpoint = convert_checkpoint(path, tmp_path / "store"), open_checkpoint(path)
+    weight, _ = expected_fused(checkpoint, 0)["w_qkv"]
+    assert torch.equal(store.linear("layers.0.w_qkv").weight, weight.bfloat16())
+    assert isinstance(store.linear("layers.0.w_o"), QuantLinear)
+
+
+def test_weights_beyond_fp16_are_refused(tiny, quantized, tmp_path):
+    path, _ = quantized(tiny(), GptqFormat(QuantScheme(8, 32, True)))
+    rewrite(path, lambda t: t["model.layers.1.mlp.up_proj.scales"].fill_(60000))
+    with pytest.raises(CheckpointError, match=r"up_proj: dequantized weights exceed torch.float16"):
+        convert_checkpoint(path, tmp_path / "store")
+    assert not (tmp_path / "store").exists()
 
 
 def test_group_that_does_not_divide(tiny, quantized, tmp_path):
@@ -228,13 +270,6 @@ def test_group_that_does_not_divide(tiny, quantized, tmp_path):
     config["quantization_config"]["group_size"] = 128  # 192 is not a multiple
     (path / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=r"down_proj: AWQ gemm needs K divisible.*K=192.*group 128"):
-        convert_checkpoint(path, tmp_path / "store")
-
-
-def test_fused_parts_need_one_scheme(tiny, quantized, tmp_path):
-    form = GptqFormat(QuantScheme(4, 32, True), dynamic={r".*k_proj": {"group_size": 64}})
-    path, _ = quantized(tiny(), form)
-    with pytest.raises(CheckpointError, match=r"w_qkv: .* need one scheme, but have w4g32sym, w4g64sym"):
         convert_checkpoint(path, tmp_path / "store")
 
 

@@ -29,6 +29,8 @@ def turbomill(monkeypatch, *args):
         ("rtn", ("--w_bits", 8, "--w_group_size", 32), "rtn", "w8g32asym"),
         ("auto_awq", ("--w-group-size", 64, "--search_scale"), "awq", "w4g64asym"),
         ("auto-gptq", ("--w-group-size", 32, "--w-sym", "--batch_size", 2), "gptq", "w4g32sym"),
+        ("rtn", ("--format", "compressed_tensors", "--w-bits", 6, "--w-group-size", 32), "rtn", "w6g32asym"),
+        ("auto_gptq", ("--format", "gptq_v2", "--w-group-size", 32), "gptq", "w4g32asym"),
     ],
 )
 def test_quantizing_commands(monkeypatch, capsys, tiny, text_file, tmp_path, command, extra, method, scheme):
@@ -78,7 +80,11 @@ def test_calibrate_measures_what_the_model_computes(monkeypatch, capsys, tmp_pat
 @pytest.mark.parametrize(
     ("args", "code", "message"),
     [
-        (("auto_awq", "{m}", "--w-bits", "3", "--w-group-size", "32"), 2, "--w-bits 3: AWQ"),
+        (
+            ("auto_awq", "{m}", "--w-bits", "3", "--w-group-size", "32"),
+            2,
+            "--w-bits 3: awq checkpoints hold 4",
+        ),
         (
             ("rtn", "{m}", "--w-group-size", "128"),
             2,

@@ -5,15 +5,17 @@ import torch
 
 from turbomill.quant.parallel import spread, workers
 
+CPU = torch.device("cpu")
+
 
 def test_results_keep_their_order_and_threads_their_settings() -> None:
     before = torch.get_num_threads()
-    seen = spread(lambda i: (i, torch.get_num_threads(), torch.is_grad_enabled()), range(20))
+    seen = spread(lambda i: (i, torch.get_num_threads(), torch.is_grad_enabled()), range(20), CPU)
     assert [i for i, _, _ in seen] == list(range(20))
     assert not any(grad for _, _, grad in seen)
     if before > 1:
         assert {threads for _, threads, _ in seen} == {1}
-    assert torch.get_num_threads() == workers() == before
+    assert torch.get_num_threads() == workers(CPU) == before
 
 
 def test_the_first_exception_is_raised() -> None:
@@ -23,4 +25,4 @@ def test_the_first_exception_is_raised() -> None:
         return i
 
     with pytest.raises(ValueError, match="piece 3"):
-        spread(fail, range(10))
+        spread(fail, range(10), CPU)

@@ -10,7 +10,9 @@ from safetensors.torch import load_file, save_file
 from tiny_models import make_model
 
 from turbomill.convert.checkpoint import open_checkpoint
+from turbomill.convert.linear import DenseLinear, QuantLinear
 from turbomill.convert.reference import load_dense_model
+from turbomill.convert.store import convert_checkpoint
 from turbomill.errors import CheckpointError, TurbomillError, UsageError
 from turbomill.quant import QuantOptions, quantize
 
@@ -36,8 +38,8 @@ def decode_awq(tensors, name, group):
     return ((q - z[rows]).float() * s[rows]).T
 
 
-def decode_gptq_v1(tensors, name, bits):
-    """formats.md, "GPTQ" v1: fields of `bits` along K (codes) and N (zeros, stored minus one): w [N, K]."""
+def decode_gptq(tensors, name, bits, stored=1):
+    """formats.md, "GPTQ": fields of `bits` along K (codes) and N (zeros, v1: less `stored`): w [N, K]."""
 
     def read(words, count):  # along dim 0
         stream = [[(int(w) & 0xFFFFFFFF) for w in column] for column in words.T.tolist()]
@@ -49,21 +51,43 @@ def decode_gptq_v1(tensors, name, bits):
 
     s, g_idx = tensors[f"{name}.scales"].float(), tensors[f"{name}.g_idx"].long()
     q = read(tensors[f"{name}.qweight"], len(g_idx))
-    z = read(tensors[f"{name}.qzeros"].T, s.shape[1]).T + 1  # unmasked, as many readers do
+    z = read(tensors[f"{name}.qzeros"].T, s.shape[1]).T + stored  # unmasked, as many readers do
     return ((q - z[g_idx]).float() * s[g_idx]).T
+
+
+def decode_compressed(tensors, name, config):
+    """By the library that defines the format, as its own classes read the config: w [N, K] in 16 bits."""
+    from compressed_tensors.compressors.pack_quantized import PackedQuantizationCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+
+    (group,) = QuantizationConfig.model_validate(config).config_groups.values()
+    state = {key[len(name) + 1 :]: t for key, t in tensors.items() if key.startswith(f"{name}.")}
+    return PackedQuantizationCompressor.decompress(state, group)["weight"]
+
+
+def decode(path, name, options):
+    """A linear of the checkpoint at `path`, fp32 [N, K], by whichever reader its config asks for."""
+    tensors = load_file(path / "model.safetensors")
+    config = json.loads((path / "config.json").read_text())["quantization_config"]
+    if config["quant_method"] == "awq":
+        return decode_awq(tensors, name, options.group)
+    if config["quant_method"] == "gptq":
+        return decode_gptq(tensors, name, options.bits, int(config["checkpoint_format"] == "gptq"))
+    return decode_compressed(tensors, name, config)
 
 
 def meant(monkeypatch):
     """Collect the weights each run computes with, as it writes them."""
     import turbomill.quant.run as run
 
-    kept, write = {}, run._write
+    kept, write = {}, run.write_layer
 
-    def spy(work, checkpoint, writer, form, prefix, names):
+    def spy(work, model, *rest):
+        prefix = model.arch.layer(work.index)
         kept.update({prefix + k: v.clone() for k, v in work.module.state_dict().items()})
-        write(work, checkpoint, writer, form, prefix, names)
+        write(work, model, *rest)
 
-    monkeypatch.setattr(run, "_write", spy)
+    monkeypatch.setattr(run, "write_layer", spy)
     return kept
 
 
@@ -79,6 +103,15 @@ def meant(monkeypatch):
         ("awq", {}, {"attention_bias": True, "mlp_bias": True}),
         ("awq", {"symmetric": True}, {"dtype": torch.bfloat16, "tie_word_embeddings": False}),
         ("awq", {"search_scale": False, "group": 64}, {"num_key_value_heads": 4}),
+        ("rtn", {"format": "awq"}, {}),
+        ("gptq", {"format": "awq"}, {}),
+        ("awq", {"format": "gptq"}, {}),
+        ("gptq", {"format": "gptq_v2"}, {}),
+        ("rtn", {"format": "gptq_v2", "bits": 3, "symmetric": True}, {}),
+        ("awq", {"format": "compressed-tensors"}, {"attention_bias": True}),
+        ("gptq", {"format": "compressed-tensors", "symmetric": True}, {"dtype": torch.bfloat16}),
+        ("rtn", {"format": "compressed-tensors", "bits": 5}, {"tie_word_embeddings": False}),
+        ("gptq", {"format": "compressed-tensors", "bits": 3}, {}),
     ],
 )
 def test_checkpoint_decodes_to_what_was_meant(tmp_path, text_file, monkeypatch, method, changes, model):
@@ -93,12 +126,10 @@ def test_checkpoint_decodes_to_what_was_meant(tmp_path, text_file, monkeypatch, 
         for linear in LINEARS:
             name = f"model.layers.{layer}.{linear}"
             assert f"{name}.weight" not in tensors
-            assert tensors[f"{name}.scales"].dtype == dtype
-            if method == "awq":
-                decoded = decode_awq(tensors, name, options.group)
-            else:
-                decoded = decode_gptq_v1(tensors, name, options.bits)
-            assert torch.equal(decoded, kept[f"{name}.weight"]), name
+            scales = "weight_scale" if options.format == "compressed-tensors" else "scales"
+            assert tensors[f"{name}.{scales}"].dtype == dtype
+            decoded = decode(tmp_path / "out", name, options)
+            assert torch.equal(decoded, kept[f"{name}.weight"].to(decoded.dtype)), name
             if f"{name}.bias" in before:
                 assert torch.equal(tensors[f"{name}.bias"].float(), kept[f"{name}.bias"])
     for name in ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"):
@@ -106,18 +137,26 @@ def test_checkpoint_decodes_to_what_was_meant(tmp_path, text_file, monkeypatch, 
         if name in before:
             assert torch.equal(tensors[name], before[name])
     assert len(result.rows) == 14 and result.seconds > 0 and result.peak_bytes > 10**7
+    store = convert_checkpoint(tmp_path / "out", tmp_path / "store")
+    assert (store.scheme.bits, store.scheme.symmetric) == (options.bits, options.symmetric)
+    down = store.linear("layers.1.w_down").dequantize()
+    torch.testing.assert_close(down, kept["model.layers.1.mlp.down_proj.weight"], rtol=2**-8, atol=0)
+    assert isinstance(store.linear("layers.1.w_down"), QuantLinear if options.bits <= 4 else DenseLinear)
 
 
 @pytest.mark.parametrize("method", ["awq", "gptq"])
 def test_output_is_a_whole_checkpoint(tiny, text_file, tmp_path, method):
     out = tmp_path / "out"
+    (tiny / "modeling_own.py").write_text("# custom code\n")
+    generation = {"temperature": 0.3, "eos_token_id": [1, 2], "of_our_own": True}
+    (tiny / "generation_config.json").write_text(json.dumps(generation))
     result = quantize(tiny, out, method, options_of(text_file))
     config = json.loads((out / "config.json").read_text())
     assert config["quantization_config"]["quant_method"] == method
     assert config["quantization_config"] == json.loads((out / "quantize_config.json").read_text())
-    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+    untouched = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "modeling_own.py")
+    for name in (*untouched, "chat_template.jinja"):
         assert (out / name).read_bytes() == (tiny / name).read_bytes()
-    assert (out / "chat_template.jinja").is_file()
     made = json.loads((out / "turbomill.json").read_text())
     assert made["options"]["group"] == 32 and made["calibration"]["sha256"] == result.calibration["sha256"]
     assert made["source_fingerprint"] == open_checkpoint(tiny).fingerprint
@@ -150,70 +189,6 @@ def test_calibrated_methods_beat_rounding_on_calibration_like_text(tmp_path, tex
     assert found["awq"] < 0.9 * found["rtn"] and found["gptq"] < 0.7 * found["rtn"], found
 
 
-@pytest.mark.parametrize("heads", [{"num_key_value_heads": 2}, {"num_key_value_heads": 4}])
-def test_smoothing_changes_nothing_in_full_precision(tmp_path, text_file, heads, monkeypatch):
-    """With a quantizer that does not round, AWQ's scales and folds leave the logits as they were."""
-    import turbomill.quant.layer as layer
-    from turbomill.quant import awq
-    from turbomill.quant.grid import Grid, Quantized
-
-    class Exact(Quantized):
-        """The weight itself as codes, on a grid of one step per output channel."""
-
-        def weight(self):
-            return self.codes * self.grid.scales[:, :1]
-
-    def exact(codes, grid):
-        return Exact(codes, grid)
-
-    path = make_model(tmp_path / "m", torch.float32, attention_bias=True, **heads)
-    checkpoint = open_checkpoint(path)
-    model = load_dense_model(checkpoint)
-    ids = torch.randint(0, 256, (2, 50))
-    with torch.no_grad():
-        before = model(ids).logits
-    # Scales that certainly move: the search's answer replaced by a random one for every group.
-    torch.manual_seed(0)
-    monkeypatch.setattr(
-        awq, "search_scale", lambda w, st, sp, share, se: torch.rand(int(share.max()) + 1) * 3 + 0.3
-    )
-    monkeypatch.setattr(layer, "_rtn", lambda w, spec: exact(torch.full_like(w, 1e3), ones(w, spec)))
-    monkeypatch.setattr(awq, "clip", lambda w, st, s, spec: ones(w, spec))
-    monkeypatch.setattr(layer, "minmax_grid", lambda w, spec: ones(w, spec))
-    monkeypatch.setattr(layer, "Quantized", Exact)
-    monkeypatch.setattr("turbomill.quant.smooth.Quantized", Exact)
-    monkeypatch.setattr(Grid, "codes", lambda self, w: w.clone())
-
-    def ones(w, spec):
-        groups = w.shape[1] // spec.scheme.group
-        return Grid(torch.ones(w.shape[0], groups), torch.zeros(w.shape[0], groups), spec)
-
-    from turbomill.quant.decoder import StreamedDecoder
-    from turbomill.quant.grid import GridSpec
-    from turbomill.quant.run import _calibrated
-
-    decoder = StreamedDecoder(checkpoint)
-    hidden = decoder.embed([ids])
-    options = options_of(text_file)
-    plan = layer.stages(
-        [f.parts for f in checkpoint.arch.fusions], checkpoint.arch.scale_groups(checkpoint.config)
-    )
-    assert all(stage.group is not None for stage in plan)
-    moved = 0
-    for index in range(2):
-        spec = GridSpec(options.scheme, torch.float32)  # folded scales are not rounded
-        work = layer.LayerWork(index, decoder.load(index), spec, 16, lambda _name: torch.float32)
-        original = {k: v.clone() for k, v in work.module.state_dict().items()}
-        _calibrated(work, decoder, plan, hidden, "awq", options)
-        assert not any(row.fallback for row in work.rows)
-        moved += sum(not torch.equal(v, original[k]) for k, v in work.module.state_dict().items())
-        model.model.layers[index].load_state_dict(work.module.state_dict())
-    assert moved >= 2 * 9  # both norms and all seven linears of each layer
-    with torch.no_grad():
-        after = model(ids).logits
-    torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize("method", ["awq", "gptq"])
 def test_the_same_run_twice_is_bit_identical(tiny, text_file, tmp_path, method):
     options = options_of(text_file, batch_size=3)
@@ -232,10 +207,26 @@ def test_self_calibration_depends_on_the_seed_alone(tiny, tmp_path):
 
 
 def test_shards(tiny, text_file, tmp_path):
-    quantize(tiny, tmp_path / "out", "awq", options_of(text_file, max_shard_bytes=30_000))
-    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
-    assert len(set(index["weight_map"].values())) > 1
-    assert len(load_dense_model(open_checkpoint(tmp_path / "out")).state_dict()) > 20
+    """Shards below the limit, each tensor where the index says, and the same tensors as in one file."""
+    out, limit = tmp_path / "out", 30_000
+    quantize(tiny, out, "awq", options_of(text_file, max_shard_bytes=limit))
+    quantize(tiny, tmp_path / "whole", "awq", options_of(text_file))
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    files = sorted(path.name for path in out.glob("*.safetensors"))
+    assert files == [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
+    assert len(files) > 2 and set(index["weight_map"].values()) == set(files)
+    found = {}
+    for file in files:
+        tensors = load_file(out / file)
+        assert all(index["weight_map"][name] == file for name in tensors)
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        assert size <= limit or len(tensors) == 1
+        found |= tensors
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in found.values())
+    whole = load_file(tmp_path / "whole" / "model.safetensors")
+    assert not (tmp_path / "whole" / "model.safetensors.index.json").exists()
+    assert whole.keys() == found.keys() == index["weight_map"].keys()
+    assert all(torch.equal(whole[name], found[name]) for name in whole)
 
 
 def edit(path, change):
@@ -278,12 +269,43 @@ def test_group_that_does_not_divide_lists_all_and_what_works(tmp_path, text_file
     assert "\n" not in message
 
 
-def test_sizes_that_do_not_pack(tmp_path, text_file):
-    path = make_model(
-        tmp_path / "m", inter=160, hidden=64, num_attention_heads=2, num_key_value_heads=1, head_dim=36
-    )
-    with pytest.raises(UsageError, match=r"q_proj N=72|k_proj N=36"):
-        quantize(path, tmp_path / "out", "awq", options_of(text_file, group=8))
+@pytest.mark.parametrize(
+    ("fields", "changes", "words"),
+    [
+        ({}, {"format": "awq"}, r"q_proj: AWQ gemm needs .* N=36,.*k_proj: AWQ gemm.* N=18,"),
+        ({}, {"format": "gptq"}, r"q_proj: GPTQ packs into whole 32-bit words; K=64, N=36 at 4 bits"),
+        ({"head_dim": 20}, {"bits": 3, "format": "gptq_v2"}, r"q_proj: GPTQ packs .* N=40 at 3 bits"),
+    ],
+)
+def test_sizes_that_do_not_pack(tmp_path, text_file, fields, changes, words):
+    """Listed before calibration, with the format that takes them; and that one does."""
+    sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 18, **fields}
+    path = make_model(tmp_path / "m", inter=160, **sizes)
+    options = options_of(text_file, group=4, **changes)
+    with pytest.raises(UsageError, match=words) as caught:
+        quantize(path, tmp_path / "out", "gptq", options)
+    assert str(caught.value).endswith("use --format compressed-tensors")
+    options = options_of(text_file, group=4, format="compressed-tensors")
+    quantize(path, tmp_path / "out", "gptq", options)
+    name = "model.layers.0.self_attn.q_proj"
+    linear = open_checkpoint(tmp_path / "out").linear(name)
+    assert torch.equal(linear.dequantize().half(), decode(tmp_path / "out", name, options))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"format": "awq", "bits": 8},
+            "--w-bits 8: awq checkpoints hold 4 bits; use --format gptq or gptq_v2",
+        ),
+        ({"bits": 5}, "--w-bits 5: gptq checkpoints hold 2, 3, 4, 8 bits; use --format compressed-tensors"),
+        ({"format": "exl2"}, "--format exl2: expected one of awq, gptq"),
+    ],
+)
+def test_what_a_format_cannot_hold_is_refused(tiny, text_file, tmp_path, changes, words):
+    with pytest.raises(UsageError, match=words):
+        quantize(tiny, tmp_path / "out", "rtn", options_of(text_file, **changes))
 
 
 @pytest.mark.parametrize(
@@ -361,13 +383,13 @@ def test_nothing_is_left_when_a_run_fails(tiny, text_file, tmp_path, monkeypatch
 def test_a_stage_that_got_worse_falls_back_and_says_so(tiny, text_file, tmp_path, monkeypatch, caplog):
     import turbomill.quant.layer as layer
 
-    solve = layer.gptq
+    solve = layer.round_columns
 
-    def worse(weight, hessian, spec, damping):
-        solved = solve(weight, hessian, spec, damping)
+    def worse(weight, hessian, grid, damping):
+        solved = solve(weight, hessian, grid, damping)
         return type(solved)(torch.zeros_like(solved.codes), solved.grid)
 
-    monkeypatch.setattr(layer, "gptq", worse)
+    monkeypatch.setattr(layer, "round_columns", worse)
     logging.getLogger("turbomill").propagate = True
     result = quantize(tiny, tmp_path / "gptq", "gptq", options_of(text_file))
     assert result.fallbacks == 14 and all(row.method == "rtn" for row in result.rows)

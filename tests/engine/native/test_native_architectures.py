@@ -130,7 +130,7 @@ def test_4_bit_logits_equal_the_dequantized_model(name: str, tmp_path: Path) -> 
     else:
         scheme = QuantScheme(4, 32, True)
         form = GptqFormat(scheme, version=2)
-    path = quantized(tmp_path / "dense", form, scheme, torch.float16)
+    path = quantized(tmp_path / "dense", form, torch.float16)
     dense = dequantized(path, tmp_path / "dequantized")
     store = store_of(path)
     assert any(tensor.layout == "w4.n64k64" for tensor in store.tensors.values())

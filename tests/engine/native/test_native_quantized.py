@@ -1,7 +1,8 @@
-"""4-bit stores: engine logits against transformers on the dequantized weights, for each way to pack."""
+"""Quantized stores: engine logits against transformers on the dequantized weights, for each way to pack."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from native_engine import Native, store_of, tiny_llama
 from turbomill.convert.checkpoint import open_checkpoint
 from turbomill.convert.formats.awq import AwqFormat
 from turbomill.convert.formats.base import WeightFormat
+from turbomill.convert.formats.compressed_tensors import CompressedTensorsFormat
 from turbomill.convert.formats.gptq import GptqFormat
 from turbomill.convert.linear import QuantLinear, QuantScheme
 from turbomill.convert.reference import load_dense_model
@@ -21,19 +23,20 @@ from turbomill.convert.writer import CheckpointWriter
 def nearest(weight: torch.Tensor, scheme: QuantScheme, dtype: torch.dtype) -> QuantLinear:
     """Round-to-nearest of a weight [N, K]."""
     n, k = weight.shape
-    groups = weight.float().T.reshape(k // scheme.group, scheme.group, n)
+    groups = weight.float().T.reshape(-1, min(scheme.group, k), n)
+    top = 2**scheme.bits - 1
     if scheme.symmetric:
-        scales = (groups.abs().amax(1) / 7.5).to(dtype)
-        zeros = torch.full(scales.shape, 8, dtype=torch.uint8)
+        scales = (groups.abs().amax(1) * 2 / top).to(dtype)
+        zeros = torch.full(scales.shape, top // 2 + 1, dtype=torch.uint8)
     else:
         low, high = groups.amin(1).clamp(max=0), groups.amax(1).clamp(min=0)
-        scales = ((high - low) / 15).to(dtype)
-        zeros = (-low / scales.float()).round().clamp(0, 15).to(torch.uint8)
-    codes = (groups / scales.float()[:, None] + zeros[:, None]).round().clamp(0, 15)
+        scales = ((high - low) / top).to(dtype)
+        zeros = (-low / scales.float()).round().clamp(0, top).to(torch.uint8)
+    codes = (groups / scales.float()[:, None] + zeros[:, None]).round().clamp(0, top)
     return QuantLinear(codes.to(torch.uint8).reshape(k, n), scales, zeros, scheme)
 
 
-def quantized(path: Path, fmt: WeightFormat, scheme: QuantScheme, dtype: torch.dtype) -> Path:
+def quantized(path: Path, fmt: WeightFormat, dtype: torch.dtype) -> Path:
     """The checkpoint at `path` with its decoder linears in `fmt`, beside it."""
     source, out = open_checkpoint(path), path.with_name(path.name + "-quantized")
     linears = set(source.arch.linear_prefixes(source.config))
@@ -42,7 +45,10 @@ def quantized(path: Path, fmt: WeightFormat, scheme: QuantScheme, dtype: torch.d
         for name in source.names():
             prefix = name.removesuffix(".weight")
             if prefix in linears:
-                for key, tensor in fmt.pack(prefix, nearest(source.tensor(name), scheme, dtype)).items():
+                weight = source.tensor(name)
+                scheme = fmt.scheme_of(prefix, weight.shape[1])
+                assert scheme is not None
+                for key, tensor in fmt.pack(prefix, nearest(weight, scheme, dtype)).items():
                     writer.add(key, tensor)
             else:
                 writer.add(name, source.tensor(name))
@@ -50,6 +56,7 @@ def quantized(path: Path, fmt: WeightFormat, scheme: QuantScheme, dtype: torch.d
     return out
 
 
+FORMATS = {"awq": AwqFormat, "gptq": partial(GptqFormat, version=2), "ct": CompressedTensorsFormat}
 CASES = [
     ("awq", 32, False, torch.float16),
     ("awq", 64, False, torch.float16),
@@ -57,6 +64,8 @@ CASES = [
     ("gptq", 64, True, torch.float16),
     ("gptq", 32, True, torch.bfloat16),
     ("gptq", 128, False, torch.float16),
+    ("ct", 64, False, torch.float16),
+    ("ct", 128, True, torch.bfloat16),
 ]
 
 
@@ -66,8 +75,8 @@ def test_logits_equal_the_dequantized_model(
 ) -> None:
     tiny_llama(tmp_path / "dense", dtype, hidden_size=128, intermediate_size=256, attention_bias=True)
     scheme = QuantScheme(4, group, symmetric)
-    fmt = AwqFormat(scheme) if kind == "awq" else GptqFormat(scheme, version=2)
-    path = quantized(tmp_path / "dense", fmt, scheme, dtype)
+    fmt = FORMATS[kind](scheme)
+    path = quantized(tmp_path / "dense", fmt, dtype)
     model = load_dense_model(open_checkpoint(path)).eval()
     ids = np.random.default_rng(1).integers(3, 320, 100).tolist()
     with torch.no_grad():
@@ -81,3 +90,34 @@ def test_logits_equal_the_dequantized_model(
     )
     with Native(store) as engine:
         assert engine.generate(ids, 20) == greedy[0, 100:].tolist()
+
+
+MIXED = {
+    "Linear": QuantScheme(4, 64, True),
+    "re:.*v_proj": QuantScheme(4, 32, False),  # fused with two of another scheme
+    "re:.*o_proj": QuantScheme(3, -1, False),
+    "re:.*up_proj": QuantScheme(2, 64, False),
+    "model.layers.0.mlp.down_proj": QuantScheme(8, 32, True),
+    "model.layers.1.self_attn.q_proj": QuantScheme(6, 32, False),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_mixed_precision_is_served(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Each linear with bits of its own; those beyond 4 bits, and what is fused with them, are dense."""
+    tiny_llama(tmp_path / "dense", dtype, hidden_size=128, intermediate_size=256)
+    path = quantized(tmp_path / "dense", CompressedTensorsFormat(MIXED["Linear"], MIXED), dtype)
+    checkpoint, store = open_checkpoint(path), store_of(path)
+    layouts = {name: store.tensors[f"layers.{name}.qweight"].layout for name in ("0.w_qkv", "1.w_down")}
+    assert set(layouts.values()) == {"w4.n64k64"}
+    assert {"layers.0.w_down.weight", "layers.1.w_qkv.weight"} < set(store.tensors)
+    model = load_dense_model(checkpoint).eval()
+    for dense in ("0.mlp.down_proj", *(f"1.self_attn.{part}_proj" for part in "qkv")):
+        weight = model.get_submodule(f"model.layers.{dense}").weight
+        weight.data = weight.to(dtype).float()  # as the store rounds it
+    ids = np.random.default_rng(1).integers(3, 320, 100).tolist()
+    with torch.no_grad():
+        expected = model(torch.tensor([ids])).logits[0].numpy()
+    for budget in (512, 5):
+        with Native(store, max_prefill_token_num=budget) as engine:
+            np.testing.assert_allclose(engine.logits(ids), expected, atol=1e-3)

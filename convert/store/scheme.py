@@ -1,0 +1,72 @@
+"""What a fused linear is stored as, when its parts may be quantized differently.
+
+The packed layout holds 4-bit codes. Codes of 2 and 3 bits are 4-bit codes too, and values of a group can be
+repeated for its halves, so parts of at most 4 bits always meet in one packed scheme without a change of any
+weight. Everything else (5 to 8 bits, a group with no layout, a dense part) is stored dense.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import gcd
+
+import torch
+from torch import Tensor
+
+from turbomill.convert.linear import DenseLinear, Linear, QuantLinear, QuantScheme, storable_scales
+from turbomill.errors import CheckpointError
+
+BITS = 4
+HALF = 2 ** (BITS - 1)  # the zero of a symmetric linear, as stored
+LARGEST, SMALLEST = 128, 32  # groups with a layout, beside all of K
+
+
+def stored_scheme(schemes: Sequence[QuantScheme | None], k: int) -> QuantScheme | None:
+    """The packed scheme that holds linears of K in-features exactly, or None: they are stored dense."""
+    known = [scheme for scheme in schemes if scheme is not None]
+    if len(known) < len(schemes) or any(scheme.bits > BITS for scheme in known):
+        return None
+    groups = {0 if scheme.group >= k else scheme.group for scheme in known}  # 0: one group spans K
+    group = gcd(*groups)
+    if group and group not in (32, 64, 128):
+        group = gcd(group, LARGEST)
+        if group < SMALLEST:
+            return None
+    return QuantScheme(BITS, group or k, all(scheme.symmetric for scheme in known))
+
+
+def as_stored(name: str, linear: Linear, scheme: QuantScheme | None, dtype: torch.dtype) -> Linear:
+    """The same weights in the packed `scheme`, or dense in `dtype`. Scales are brought to `dtype`, zeros to
+    the stored bits. Raises CheckpointError, naming the linear, for what `dtype` cannot hold."""
+    if scheme is None:
+        return DenseLinear(_dense(name, linear, dtype), linear.bias)
+    assert isinstance(linear, QuantLinear)
+    half = 2 ** (linear.scheme.bits - 1)
+    # A symmetric scheme's zero is implied: 2- and 3-bit codes move up to stand around it.
+    shift = HALF - half if scheme.symmetric else 0
+    return QuantLinear(
+        codes=linear.codes + shift if shift else linear.codes,
+        scales=_regrouped(storable_scales(name, linear.scales).to(dtype), linear, scheme.group),
+        zeros=_regrouped(linear.zeros + shift if shift else linear.zeros, linear, scheme.group),
+        scheme=scheme,
+        bias=linear.bias,
+    )
+
+
+def _regrouped(values: Tensor, linear: QuantLinear, group: int) -> Tensor:
+    """Scales or zeros [G, N] repeated for groups of `group`, which divides the linear's own or spans K."""
+    k, own = linear.shape[0], linear.scheme.group
+    if group == own or (own >= k and group >= k):
+        return values
+    repeat = -(-k // group) if own >= k else own // group
+    return values.repeat_interleave(repeat, dim=0)[: -(-k // group)]
+
+
+def _dense(name: str, linear: Linear, dtype: torch.dtype) -> Tensor:
+    """The weight [N, K] in `dtype`."""
+    if isinstance(linear, DenseLinear) and linear.weight.dtype == dtype:
+        return linear.weight
+    weight = linear.dequantize().to(dtype)
+    if not bool(torch.isfinite(weight).all()):
+        raise CheckpointError(f"{name}: dequantized weights exceed {dtype}; quantize a bf16 model instead")
+    return weight
