@@ -9,7 +9,9 @@ CPP    := $(shell find csrc -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name
 NVCC   ?= nvcc
 # Of the machine with the GPU: nothing is installed there.
 GPU_PYTHON ?= python3
-GPU_ARCH   ?= 80;90a
+# Machine code for the GPU that is there; kernels for Hopper need 90a.
+GPU_ARCH   ?= $(or $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2> /dev/null | head -n 1 | \
+                tr -d . | sed 's/^90$$/90a/'),80;90a)
 GPU_BUILD  := build/gpu
 # Several tests at a time where pytest can: most of their time is the host's.
 GPU_PYTEST ?= $(shell $(GPU_PYTHON) -c "import xdist" 2> /dev/null && echo "-n 8")
