@@ -52,7 +52,7 @@ def linears(dtype: str, repeats: int) -> list[dict[str, Any]]:
 
 
 def check_decodes(dtype: str) -> float:
-    """Relative error of decode attention, in each format that is timed, against fp64 on what the cache holds."""
+    """Relative error of decode attention in each format that is timed, against fp64 on the cached values."""
     rng = np.random.default_rng()
     heads, kv_heads, dim, lengths, worst = 32, 8, 128, (700, 3, 129, 64), 0.0
     # Multiples of 1/16 below 4: exact in every type.
