@@ -27,14 +27,13 @@ namespace {
 
 template <int Bits, int D, int Columns, int Keys, int Stages>
 constexpr int kDecodeShared = std::max({kDecodeWarps * Stages * kStageBytes<Bits, D, Keys>,  // the rings,
-                                        kDecodeWarps * 8 * Columns * (D + 4) * 4,  // warps that merge,
-                                        (kMostDecodeParts + 2) * 32 * 4});         // parts that merge
+                                        WarpResults<D, 8 * Columns>::kBytes,  // warps that merge,
+                                        (kMostDecodeParts + 2) * 32 * 4});    // parts that merge
 
 template <class T, int Bits, int D, int Columns, bool Rope, int Keys, int Stages, int Blocks>
 __global__ void __launch_bounds__(kDecodeWarps * 32, Blocks)
     decode_kernel(DecodeArgs a, AttentionParts workspace, CacheView c, int layer) {
-    using Format = DecodeFormat<Bits, D>;
-    constexpr int kRows = 8 * Columns, kStride = D + 4;  // of an output row while warps merge
+    constexpr int kRows = 8 * Columns;
     extern __shared__ uint4 shared[];
     __shared__ float tops[kDecodeWarps][16], sums[kDecodeWarps][16];
     __shared__ bool last;
@@ -95,55 +94,17 @@ __global__ void __launch_bounds__(kDecodeWarps * 32, Blocks)
             attend<T, Bits, D, Columns, Rope, Keys>(stage, key, limit, e.context + 1, all, queries, r);
         }
 
-        // The warps of the block meet.
         wait_copies<0>();
-        __syncthreads();
-        float* merged = reinterpret_cast<float*>(shared);  // [kDecodeWarps, kRows, D + 4], over the rings
-#pragma unroll
-        for (int n = 0; n < Columns; ++n)
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const int row = 8 * n + 2 * t + i;
-                const float sum = sum_of_rows(r.sum[n][i]), zero = sum_of_rows(r.zero[n][i]);
-                const float unit = Bits < 16 ? r.unit : 1.f;
-                if (g == 0) {
-                    tops[warp][row] = r.top[n][i] * queries.factor[n][i];
-                    sums[warp][row] = sum;
-                }
-#pragma unroll
-                for (int o = 0; o < Format::kOutputs; ++o)
-#pragma unroll
-                    for (int half = 0; half < 2; ++half)
-                        merged[(warp * kRows + row) * kStride + Format::output_dim(o, g, half)] =
-                            r.out[o][n][2 * half + i] * (Format::output_factor(half) * unit) + zero;
-            }
+        __syncthreads();  // the rings are free: the warps of the block meet there
+        const WarpResults<D, kRows> results{reinterpret_cast<float*>(shared), tops, sums};
+        results.put<Bits>(r, queries);
         __syncthreads();
         const DecodeOutput<T, D> output{static_cast<T*>(a.out), a.num_heads, e.first_row, head, group};
         const bool whole = at == pair_begin && until == pair_end;
         const int first_block = range.share ? pair_begin / range.share : range.first_block;
         const int parts = range.share ? (pair_end - 1) / range.share - first_block + 1 : range.parts;
         const int slot = 2 * blockIdx.x + (at == pair_begin ? 1 : 0);
-        float* part = workspace.data + int64_t(slot) * kDecodePart<D>;
-        for (int i = threadIdx.x; i < rows * D / 4; i += kDecodeWarps * 32) {
-            const int row = i / (D / 4), column = i % (D / 4) * 4;
-            float top = -INFINITY, sum = 0.f;
-            float4 out = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll
-            for (int w = 0; w < kDecodeWarps; ++w) top = fmaxf(top, tops[w][row]);
-#pragma unroll
-            for (int w = 0; w < kDecodeWarps; ++w) {
-                const float weight = tops[w][row] == -INFINITY ? 0.f : power_of_two(tops[w][row] - top);
-                sum += sums[w][row] * weight;
-                add_scaled(out, weight,
-                           *reinterpret_cast<const float4*>(merged + (w * kRows + row) * kStride + column));
-            }
-            if (whole) {
-                output.write(row, column, scaled(out, 1.f / sum));
-                continue;
-            }
-            reinterpret_cast<float4*>(part)[i] = out;
-            if (column == 0) part[16 * D + row] = top, part[16 * D + 16 + row] = sum;
-        }
+        results.merge(rows, whole ? nullptr : workspace.data + int64_t(slot) * kDecodePart<D>, output);
         if (!whole) {
             __threadfence();
             __syncthreads();
@@ -196,7 +157,7 @@ void launch_decode_variant(const DecodeArgs& args, const AttentionParts& parts, 
 }  // namespace
 
 // Once in each file that includes this, for the cache format of that file. Keys: of a tile; Stages: tiles of
-// a warp's ring; Blocks: on a multiprocessor.
+// a warp's ring.
 template <int Bits, int Keys, int Stages>
 void attention_decode_for(DType type, const DecodeArgs& args, const AttentionParts& parts,
                           const CacheView& cache, int layer, cudaStream_t stream) {
