@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(kDecodeWarps * 32, Blocks)
         wait_copies<0>();
         __syncthreads();  // the rings are free: the warps of the block meet there
         const WarpResults<D, kRows> results{reinterpret_cast<float*>(shared), tops, sums};
-        results.put<Bits>(r, queries);
+        results.template put<Bits>(r, queries);
         __syncthreads();
         const DecodeOutput<T, D> output{static_cast<T*>(a.out), a.num_heads, e.first_row, head, group};
         const bool whole = at == pair_begin && until == pair_end;
