@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(kDecodeWarps * 32, Blocks)
     __shared__ bool last;
     __shared__ std::conditional_t<Rope, FreshRows<Bits, D>, char> fresh;
     allow_next();
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int warp = threadIdx.x / 32, t = threadIdx.x % 4;
     uint8_t* ring = reinterpret_cast<uint8_t*>(shared) + warp * Stages * kStageBytes<Bits, D, Keys>;
     const int group = a.num_heads / c.heads;
     const int64_t width = int64_t(a.num_heads + 2 * c.heads) * D;
