@@ -29,11 +29,16 @@ if(TURBOMILL_CUDA_FOUND)
   set(CMAKE_CUDA_EXTENSIONS OFF)
   add_library(kernels_cuda OBJECT
     csrc/kernels/cuda/attention_any.cu
+    csrc/kernels/cuda/attention_decode.cu
+    csrc/kernels/cuda/attention_decode_16.cu
+    csrc/kernels/cuda/attention_decode_4.cu
+    csrc/kernels/cuda/attention_decode_8.cu
     csrc/kernels/cuda/attention_tensor.cu
     csrc/kernels/cuda/attention_tensor_16.cu
     csrc/kernels/cuda/attention_tensor_4.cu
     csrc/kernels/cuda/attention_tensor_8.cu
     csrc/kernels/cuda/elementwise.cu
+    csrc/kernels/cuda/overlap.cu
     csrc/kernels/cuda/rope_cache.cu
     csrc/kernels/cuda/sampling.cu
     csrc/kernels/cuda/w4_dequantize.cu
@@ -45,6 +50,7 @@ if(TURBOMILL_CUDA_FOUND)
     csrc/kernels/cuda/device.cc
     csrc/kernels/cuda/device_weights.cc
     csrc/kernels/cuda/gemm.cc
+    csrc/kernels/cuda/graphs.cc
     csrc/kernels/cuda/linear.cc
     csrc/kernels/cuda/memory.cc
     csrc/kernels/cuda/step.cc

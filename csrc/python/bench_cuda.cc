@@ -14,6 +14,7 @@
 #include "core/half.h"
 #include "kernels/cuda/backend.h"
 #include "kernels/cuda/error.h"
+#include "kernels/cuda/launch.h"
 #include "kernels/cuda/linear.h"
 #include "python/cuda_array.h"
 #include "python/register.h"
@@ -219,6 +220,7 @@ double bench_attention(int batch, int context, int length, int num_heads, int nu
         slice.context = begin;
         slice.length = count;
         slice.tokens.assign(count, 0);
+        slice.sample = count == 1;  // decodes: attention rotates and caches, as in an engine
         for (int b = 0; b < blocks; ++b)
             slice.blocks.push_back((b * batch + sequence) % config.cache_block_count);
         return slice;
@@ -233,6 +235,7 @@ double bench_attention(int batch, int context, int length, int num_heads, int nu
     BatchData step;
     for (int i = 0; i < batch; ++i) step.slices.push_back(slice_of(i, context, length));
     backend.begin_step(step);
+    const cuda::NoOverlap apart;  // a launch must not hide in the one before it
     return time_graph(backend.stream(), 4, repeats, [&](int) { backend.attention(0, *qkv, *out); });
 }
 

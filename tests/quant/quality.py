@@ -1,9 +1,9 @@
 """Measures what quantized checkpoints lost, with transformers on their dequantized weights, beside the peers.
 
 `python tests/quant/quality.py WORKDIR [NAME ...] [--text FILE]` quantizes the demo model by each of VARIANTS
-(4 bits, group 64, 32 windows of 512 tokens of the built-in text, unless the variant says otherwise). It prints
-perplexity, KL(fp16 || quantized) and top-1 agreement on 24 windows of 1,024 tokens of the built-in evaluation
-text, and the KL on other texts: Python source code, and each FILE (12 windows of 1,024 tokens).
+(4 bits, group 64, 32 windows of 512 tokens of the built-in text, unless the variant says otherwise). It
+prints perplexity, KL(fp16 || quantized) and top-1 agreement on 24 windows of 1,024 tokens of the built-in
+evaluation text, and the KL on other texts: Python source code, and each FILE (12 windows of 1,024 tokens).
 """
 
 from __future__ import annotations
