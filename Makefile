@@ -9,11 +9,14 @@ CPP    := $(shell find csrc -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name
 NVCC   ?= nvcc
 # Of the machine with the GPU: nothing is installed there.
 GPU_PYTHON ?= python3
-GPU_ARCH   ?= 80;90a
+# Machine code for the GPU that is there; kernels for Hopper need 90a.
+GPU_ARCH   ?= $(or $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2> /dev/null | head -n 1 | \
+                tr -d . | sed 's/^90$$/90a/'),80;90a)
 GPU_BUILD  := build/gpu
-GPU_PYTEST ?=
+# Several tests at a time where pytest can: most of their time is the host's.
+GPU_PYTEST ?= $(shell $(GPU_PYTHON) -c "import xdist" 2> /dev/null && echo "-n 8")
 
-.PHONY: install demo test lint format bench clean cuda-check gpu-build gpu-check bench-gpu
+.PHONY: install demo test lint format bench clean cuda-check gpu-build gpu-check bench-gpu tune-gpu
 
 install: $(BUILT)
 
@@ -51,7 +54,7 @@ bench: install
 	$(VENV)/bin/turbomill bench engine demo
 
 # Compiles every kernel, and the host code around them but for the cuBLAS calls, without a GPU or cuBLAS.
-CUDA_HEADERS := $(wildcard csrc/kernels/cuda/*.h csrc/kernels/cuda/*.cuh csrc/core/*.h)
+CUDA_HEADERS := $(wildcard csrc/kernels/cuda/*.h csrc/kernels/cuda/*.cuh csrc/kernels/cuda/*.inc csrc/core/*.h)
 CUDA_KERNELS := $(patsubst csrc/kernels/cuda/%.cu,build/cuda-check/%.o,$(wildcard csrc/kernels/cuda/*.cu))
 CUDA_HOST    := $(patsubst csrc/kernels/cuda/%.cc,build/cuda-check/%.checked,\
                 $(filter-out csrc/kernels/cuda/gemm.cc,$(wildcard csrc/kernels/cuda/*.cc)))
@@ -81,10 +84,15 @@ gpu-build:
 
 # Builds with the packages that are on the machine, offline, and runs tests/gpu.
 gpu-check: gpu-build
-	PYTHONPATH=src $(GPU_PYTHON) -m pytest -c tests/gpu/gpu.ini --rootdir=. tests/gpu $(GPU_PYTEST)
+	PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} OMP_NUM_THREADS=2 $(GPU_PYTHON) -m pytest -c tests/gpu/gpu.ini --rootdir=. tests/gpu $(GPU_PYTEST)
 
 bench-gpu: gpu-build
-	PYTHONPATH=src $(GPU_PYTHON) -m turbomill.reports.bench_gpu
+	PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(GPU_PYTHON) -m turbomill.reports.bench_gpu
+
+# Times the plans of the fused 4-bit kernels, writes their table, and builds with it.
+tune-gpu: gpu-build
+	PYTHONPATH=src $(GPU_PYTHON) -m turbomill.reports.bench_gpu.tune
+	$(MAKE) gpu-build
 
 clean:
 	rm -rf build $(VENV) demo

@@ -29,23 +29,33 @@ if(TURBOMILL_CUDA_FOUND)
   set(CMAKE_CUDA_EXTENSIONS OFF)
   add_library(kernels_cuda OBJECT
     csrc/kernels/cuda/attention_any.cu
+    csrc/kernels/cuda/attention_decode.cu
+    csrc/kernels/cuda/attention_decode_16.cu
+    csrc/kernels/cuda/attention_decode_4.cu
+    csrc/kernels/cuda/attention_decode_8.cu
     csrc/kernels/cuda/attention_tensor.cu
     csrc/kernels/cuda/attention_tensor_16.cu
     csrc/kernels/cuda/attention_tensor_4.cu
     csrc/kernels/cuda/attention_tensor_8.cu
     csrc/kernels/cuda/elementwise.cu
+    csrc/kernels/cuda/overlap.cu
     csrc/kernels/cuda/rope_cache.cu
     csrc/kernels/cuda/sampling.cu
     csrc/kernels/cuda/w4_dequantize.cu
     csrc/kernels/cuda/w4_few_rows.cu
+    csrc/kernels/cuda/w4_fused.cu
+    csrc/kernels/cuda/w4_fused_bf16.cu
+    csrc/kernels/cuda/w4_fused_f16.cu
     csrc/kernels/cuda/backend.cc
     csrc/kernels/cuda/device.cc
     csrc/kernels/cuda/device_weights.cc
     csrc/kernels/cuda/gemm.cc
+    csrc/kernels/cuda/graphs.cc
     csrc/kernels/cuda/linear.cc
     csrc/kernels/cuda/memory.cc
     csrc/kernels/cuda/step.cc
-    csrc/kernels/cuda/tiles.cc)
+    csrc/kernels/cuda/tiles.cc
+    csrc/kernels/cuda/w4_plan.cc)
   target_include_directories(kernels_cuda PUBLIC csrc ${CUBLASLT_INCLUDE_DIR} ${CUDAToolkit_INCLUDE_DIRS})
   target_compile_definitions(kernels_cuda PUBLIC TM_CUDA)
   target_compile_options(kernels_cuda PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra>

@@ -51,6 +51,9 @@ ENGINE_OPTIONS = (
     ),
     click.option("--num-threads", type=int, default=0, help="CPU threads.  [every core]"),
     click.option(
+        "--eager-mode", is_flag=True, help="Launch every GPU kernel by itself, without CUDA graphs."
+    ),
+    click.option(
         "--backend", type=click.Choice(BACKENDS), default=DEFAULTS.backend, show_default=True, help="Engine."
     ),
     click.option("--strict", is_flag=True, help="Fail rather than fall back to another engine."),
@@ -70,6 +73,7 @@ def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
         quant_policy: str,
         device: str,
         num_threads: int,
+        eager_mode: bool,
         backend: str,
         strict: bool,
         **others: Any,
@@ -82,6 +86,7 @@ def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
             quant_policy=int(quant_policy),
             device=device,
             num_threads=num_threads,
+            eager_mode=eager_mode,
             backend=backend,
             strict=strict,
         )

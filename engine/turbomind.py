@@ -108,6 +108,7 @@ class TurbomindEngine:
         settings: dict[str, Any] = {
             "device": self._device,
             "num_threads": config.num_threads,
+            "eager_mode": config.eager_mode,
             "max_batch_size": config.max_batch_size,
             "session_len": self._session_len,
             "max_prefill_token_num": config.max_prefill_token_num,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from turbomill.convert.formats.base import WeightFormat
 from turbomill.convert.padded import PaddedCheckpoint, padded_sizes
 from turbomill.convert.store.check import IGNORED
 from turbomill.errors import CheckpointError, UsageError
+from turbomill.quant.budget import candidates
 from turbomill.quant.export import check_bits, export_format, format_name
 from turbomill.quant.options import Method, QuantOptions
 
@@ -29,7 +31,9 @@ def check_run(checkpoint: Checkpoint, work_dir: Path, method: Method, options: Q
     """Raise for options this model or format cannot take, an unknown data set, or a work dir that is not
     ours."""
     check_dense(checkpoint)
-    name = format_name(options.format, method)
+    name = format_name(options.format, method, bool(options.budget))
+    if options.budget:
+        candidates(options.scheme, [k for k, _n in _shapes(checkpoint).values()], options.budget)
     check_bits(name, options.bits)
     check_shapes(checkpoint, export_format(name, options.scheme, checkpoint), options)
     if method != "rtn":
@@ -75,10 +79,9 @@ def check_dense(checkpoint: Checkpoint) -> None:
 def check_shapes(checkpoint: Checkpoint, form: WeightFormat, options: QuantOptions) -> None:
     """Raise UsageError listing every linear whose K the group does not divide, or that the format cannot
     pack."""
+    shapes = _shapes(checkpoint)
     arch, config = checkpoint.arch, checkpoint.config
-    names = {name for index in range(arch.num_layers(config)) for name in arch.linears_of(config, index)}
-    shapes = {name: shape for name, shape in arch.linear_shapes(config).items() if name in names}
-    ragged = [f"{name} K={k}" for name, (k, _n) in shapes.items() if k % options.group]
+    ragged = [f"{name} K={k}" for name, (k, _n) in shapes.items() if k % max(options.group, 1)]
     if ragged:
         works = [f"--w-group-size {g}" for g in GROUPS if all(k % g == 0 for k, _n in shapes.values())]
         again = arch.linear_shapes({**config, **padded_sizes(config, options.group)})
@@ -96,10 +99,33 @@ def check_shapes(checkpoint: Checkpoint, form: WeightFormat, options: QuantOptio
 def padded(checkpoint: Checkpoint, group: int) -> Checkpoint:
     """The checkpoint with the inner sizes of its MLPs rounded up to whole groups."""
     check_dense(checkpoint)
-    found = PaddedCheckpoint(checkpoint, group)
+    if group < 0:
+        return checkpoint
+    found = PaddedCheckpoint(checkpoint, group or GROUPS[0])
     for key, size in found.sizes.items():
         logger.info("%s: %d is padded to %d with zeros", key, checkpoint.config[key], size)
     return found
+
+
+def with_group(checkpoint: Checkpoint, options: QuantOptions) -> QuantOptions:
+    """The options with a group for the automatic one: the largest usual one that divides every K."""
+    if options.group:
+        return options
+    ks = [k for k, _n in _shapes(checkpoint).values()]
+    found = next((group for group in GROUPS if all(k % group == 0 for k in ks)), 0)
+    if not found:
+        raise UsageError(
+            f"--w-group-size: none of {', '.join(map(str, GROUPS))} divides every linear's K; "
+            "give one that does"
+        )
+    return replace(options, group=found)
+
+
+def _shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, int]]:
+    """(K, N) of each kind of linear that some layer has."""
+    arch, config = checkpoint.arch, checkpoint.config
+    names = {name for index in range(arch.num_layers(config)) for name in arch.linears_of(config, index)}
+    return {name: shape for name, shape in arch.linear_shapes(config).items() if name in names}
 
 
 def _some(problems: list[str], most: int = 12) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Literal, get_args
 
 from turbomill.convert.checkpoint import Checkpoint
@@ -12,6 +13,7 @@ from turbomill.convert.formats.base import WeightFormat
 from turbomill.convert.formats.compressed_tensors import CompressedTensorsFormat
 from turbomill.convert.formats.gptq import GptqFormat
 from turbomill.convert.linear import QuantScheme
+from turbomill.convert.runnable import runnable
 from turbomill.errors import UsageError
 from turbomill.quant.options import Method
 
@@ -25,8 +27,17 @@ BITS: dict[ExportFormat, tuple[int, ...]] = {
 }
 
 
-def format_name(asked: str, method: Method) -> ExportFormat:
-    """What `--format` asks for; empty: the format that the method is known by. Raises UsageError."""
+def format_name(asked: str, method: Method, mixed: bool = False) -> ExportFormat:
+    """What `--format` asks for; empty: the format that the method is known by. Raises UsageError.
+
+    Schemes that differ from linear to linear (`mixed`) are written as compressed-tensors' config groups.
+    """
+    if mixed:
+        if asked not in ("", "compressed-tensors"):
+            raise UsageError(
+                f"--format {asked}: --budget mixes schemes, which compressed-tensors alone holds"
+            )
+        return "compressed-tensors"
     if not asked:
         return "awq" if method == "awq" else "gptq"
     if asked not in EXPORT_FORMATS:
@@ -50,8 +61,14 @@ def check_bits(name: ExportFormat, bits: int) -> None:
     )
 
 
-def export_format(name: ExportFormat, scheme: QuantScheme, checkpoint: Checkpoint) -> WeightFormat:
-    """The format of a checkpoint whose decoder linears all have `scheme`.
+def export_format(
+    name: ExportFormat,
+    scheme: QuantScheme,
+    checkpoint: Checkpoint,
+    schemes: Mapping[str, QuantScheme] | None = None,
+) -> WeightFormat:
+    """The format of a checkpoint whose decoder linears all have `scheme`, or each the one in `schemes`, which
+    are by the full names in the code that runs the model.
 
     Its config says which of the decoder's matrices stay dense (a router, a gate), for readers that would
     otherwise look for their codes.
@@ -59,7 +76,16 @@ def export_format(name: ExportFormat, scheme: QuantScheme, checkpoint: Checkpoin
     if name == "awq":
         return AwqFormat(scheme, _dense_modules(checkpoint))
     if name == "compressed-tensors":
-        return CompressedTensorsFormat(scheme, ignore=("lm_head", *_dense_modules(checkpoint)))
+        ignore = ("lm_head", *_dense_modules(checkpoint))
+        if not schemes:
+            return CompressedTensorsFormat(scheme, ignore=ignore)
+        arch, config, model = checkpoint.arch, checkpoint.config, runnable(checkpoint)
+        published = {
+            arch.layer(index) + name: schemes[model.arch.layer(index) + model.parts_of(name)[0]]
+            for index in range(arch.num_layers(config))
+            for name in arch.linears_of(config, index)
+        }
+        return CompressedTensorsFormat.mixed(published, ignore)
     skipped = {f"-:{pattern}": {} for pattern in _dense_patterns(checkpoint)}
     return GptqFormat(scheme, 2 if name == "gptq_v2" else 1, skipped)
 

@@ -24,9 +24,6 @@ from turbomill.quant.smooth import fold_into_linear, fold_into_norm, shared_chan
 
 logger = logging.getLogger("turbomill.quant")
 
-# AWQ leaves the ranges of these alone: their errors meet in q . k, where clipping an outlier costs most.
-NEVER_CLIPPED = ("q_proj", "k_proj", "qkv_proj")
-
 
 @dataclass(frozen=True)
 class Stage:
@@ -44,7 +41,7 @@ class LayerWork:
 
     index: int
     module: nn.Module
-    spec: GridSpec
+    spec_of: Callable[[str], GridSpec]  # of a linear of this layer; linears of a stage share one
     head_dim: int
     stored_as: Callable[[str], torch.dtype]  # dtype in the checkpoint of a tensor of this layer
     norm_offset: float = 0.0  # norms multiply by their weight plus this
@@ -71,11 +68,14 @@ def round_weights(work: LayerWork, names: Sequence[str]) -> None:
     for name in names:
         start = time.monotonic()
         weight = work.weight(name)
-        quantized = _rtn(weight, work.spec)
+        quantized = _rtn(weight, work.spec_of(name))
         error = _relative(weight, quantized.weight())
         work.store(name, quantized)
         work.rows.append(
-            LayerRow(work.index, name, "rtn", error, None, None, False, time.monotonic() - start)
+            LayerRow(
+                *(work.index, name, "rtn", error, None, None, False, time.monotonic() - start),
+                scheme=str(work.spec_of(name).scheme),
+            )
         )
 
 
@@ -93,18 +93,22 @@ def quantize_stage(
     weight = torch.cat([work.weight(name) for name in stage.linears])
     if recipe.correct:
         weight = corrected(weight, stats, options.correction_damping)
+    spec = work.spec_of(stage.linears[0])
     scale, fold = torch.ones_like(weight[0]), None
     if recipe.scale and stage.group is not None:
-        scale, fold = _scale(work, stage.group, weight, stats, options)
+        scale, fold = _scale(work, stage.group, weight, stats, spec, options)
     scaled, hessian = weight * scale, stats.gram / scale / scale[:, None]
-    grid = _grid(scaled, hessian, work, stage, recipe)
+    if recipe.ranges == "search":
+        grid = searched_grid(scaled, hessian.diagonal(), spec)
+    else:
+        grid = clipped_grid(scaled, hessian, spec)
     if recipe.solve:
         solved = round_columns(scaled, hessian, grid, options.damping)
         if recipe.refine:
             solved = refine(scaled, hessian, solved, recipe.refine, options.damping)
     else:
         solved = Quantized(grid.codes(scaled), grid)
-    rounded = _rtn(weight, work.spec)
+    rounded = _rtn(weight, spec)
     kept = _keep(work, stage, weight, stats, solved, rounded, scale, recipe.name, start)
     if not kept or fold is None:
         return False
@@ -112,31 +116,18 @@ def quantize_stage(
     return True
 
 
-def _grid(scaled: Tensor, hessian: Tensor, work: LayerWork, stage: Stage, recipe: Recipe) -> Grid:
-    """The grid of a stage's stacked weights [N, K]."""
-    if recipe.ranges == "search":
-        return searched_grid(scaled, hessian.diagonal(), work.spec)
-    clipped = clipped_grid(scaled, hessian, work.spec)
-    sizes = [work.weight(name).shape[0] for name in stage.linears]
-    whole = torch.cat(
-        [
-            torch.full((size,), name.endswith(NEVER_CLIPPED), device=scaled.device)
-            for name, size in zip(stage.linears, sizes, strict=True)
-        ]
-    )[:, None]
-    plain = minmax_grid(scaled, work.spec)
-    return Grid(
-        torch.where(whole, plain.scales, clipped.scales),
-        torch.where(whole, plain.zeros, clipped.zeros),
-        work.spec,
-    )
-
-
-def _scale(work: LayerWork, group: ScaleGroup, weight: Tensor, stats: InputStats, options: QuantOptions):
+def _scale(
+    work: LayerWork,
+    group: ScaleGroup,
+    weight: Tensor,
+    stats: InputStats,
+    spec: GridSpec,
+    options: QuantOptions,
+) -> tuple[Tensor, Callable[[], None] | None]:
     """The stage's scale [K], and the action that divides the previous op by it."""
     channels = work.weight(group.previous).shape[0]
     share = shared_channels(weight.shape[1], channels, work.head_dim).to(weight.device)
-    found = awq.search_scale(weight, stats, work.spec, share, options.search_scale)  # [C]
+    found = awq.search_scale(weight, stats, spec, share, options.search_scale)  # [C]
     previous = work.module.get_submodule(group.previous)
     if isinstance(previous, nn.Linear):
         try:
@@ -211,6 +202,7 @@ def _keep(
                 worse,
                 seconds,
                 stats.tokens,
+                str(work.spec_of(name).scheme),
             )
         )
     return not whole or total <= total_rtn

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 from turbomill.convert.linear import QuantScheme
 from turbomill.errors import UsageError
 
-Method = Literal["rtn", "awq", "gptq"]
+Method = Literal["rtn", "awq", "gptq", "auto"]
 METHODS: tuple[Method, ...] = get_args(Method)
 AUTO_BATCH_TOKENS = 4096
 
@@ -19,7 +19,7 @@ class QuantOptions:
     """How to quantize. Defaults are LMDeploy's, except that the AWQ search is on: here it costs seconds."""
 
     bits: int = 4
-    group: int = 128
+    group: int = 128  # 0: the largest of 128, 64, 32 that divides every K; -1: all of K
     symmetric: bool = False
     pad: bool = False  # the inner size of MLPs with zeros, to whole groups
     format: str = ""  # of the checkpoint: awq, gptq, gptq_v2, compressed-tensors; empty: the method's
@@ -30,7 +30,11 @@ class QuantOptions:
     seed: int = 0
     search_scale: bool = True  # AWQ: search the scale's ratio, else x^0.5
     damping: float = 0.01  # GPTQ: share of the Hessian's mean diagonal
-    correction_damping: float = 0.1  # of the correction for drifted inputs, likewise
+    correct: bool = True  # make up for the drift that quantizing the layers before brought to the inputs
+    correction_damping: float = 0.1  # of that correction, likewise
+    budget: float = (
+        0.0  # bits per weight, scales and zeros counted, for mixed precision; 0: one scheme for all
+    )
     device: str = "auto"  # where calibration and the solvers run: cpu, cuda, cuda:1; auto: a GPU if there is
     spool: bool | None = None  # calibration activations on disk; None: when they would not fit well in memory
     max_shard_bytes: int = 5 * 10**9
@@ -40,16 +44,22 @@ class QuantOptions:
         for option, value in (
             ("--calib-samples", self.calib_samples),
             ("--calib-seqlen", self.calib_seqlen),
-            ("--w-group-size", self.group),
         ):
             if value < 1:
                 raise UsageError(f"{option} {value}: expected at least 1")
+        if self.group < -1:
+            raise UsageError(
+                f"--w-group-size {self.group}: expected a size, 0 (automatic) or -1 (all inputs)"
+            )
+        if self.budget and not 2 < self.budget < 9:
+            raise UsageError(f"--budget {self.budget}: expected bits per weight, between 2 and 9")
         if self.batch_size < 0:
             raise UsageError(f"--batch-size {self.batch_size}: expected 0 (automatic) or more")
         if not 2 <= self.bits <= 8:
             raise UsageError(f"--w-bits {self.bits}: expected 2 to 8")
-        if not 0 < self.damping < 1:
-            raise UsageError(f"--damping {self.damping}: expected a share between 0 and 1")
+        for option, share in (("--damping", self.damping), ("--correction-damping", self.correction_damping)):
+            if not 0 < share < 10:
+                raise UsageError(f"{option} {share}: expected a share above 0")
 
     @property
     def scheme(self) -> QuantScheme:
@@ -81,6 +91,7 @@ class LayerRow:
     fallback: bool
     seconds: float
     tokens: int | None = None  # of calibration that the linear read
+    scheme: str = ""
 
 
 @dataclass(frozen=True)

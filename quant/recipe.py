@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 
@@ -13,7 +13,7 @@ class Recipe:
     name: str
     correct: bool = False  # make up for the drift of the inputs
     scale: bool = False  # AWQ: scale salient channels up, folding the scale into what comes before
-    ranges: Literal["minmax", "clip", "search"] = "minmax"  # of groups: AWQ's clipping, or E[x^2]-weighted
+    ranges: Literal["clip", "search"] = "search"  # of groups: AWQ's clipping, or weighted by E[x^2]
     solve: bool = False  # GPTQ's rounding loop, else to nearest
     refine: int = 0  # passes of least-squares scales and coordinate descent over the codes
     calibrated: bool = True
@@ -21,6 +21,13 @@ class Recipe:
 
 RECIPES = {
     "rtn": Recipe("rtn", calibrated=False),
-    "awq": Recipe("awq", scale=True, ranges="clip"),
-    "gptq": Recipe("gptq", ranges="search", solve=True),
+    "awq": Recipe("awq", correct=True, scale=True, ranges="clip"),
+    "gptq": Recipe("gptq", correct=True, ranges="search", solve=True),
+    "auto": Recipe("auto", correct=True, ranges="search", solve=True, refine=1),
 }
+
+
+def recipe_of(method: str, correct: bool) -> Recipe:
+    """The method's recipe, with or without the correction for drifted inputs."""
+    recipe = RECIPES[method]
+    return recipe if correct else replace(recipe, correct=False)

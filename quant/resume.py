@@ -24,14 +24,14 @@ VERSIONS = ("turbomill", "torch", "transformers")
 
 
 def identity(
-    checkpoint: Checkpoint, method: Method, form: WeightFormat, options: QuantOptions, device: torch.device
+    checkpoint: Checkpoint, method: Method, form: str, options: QuantOptions, device: torch.device
 ) -> dict[str, Any]:
     """All that decides the result, calibration data apart: name -> value, names as a message shows them."""
     given = {f"option {name}": value for name, value in options.describe().items() if name != "device"}
     return {
         "model": checkpoint.fingerprint,
         "method": method,
-        "format": form.name,
+        "format": form,
         **given,
         "option max_shard_bytes": options.max_shard_bytes,
         "device": str(device),

@@ -7,7 +7,7 @@ import logging
 import resource
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +18,22 @@ from turbomill import console
 from turbomill.calib_data import Windows, load_windows
 from turbomill.convert.checkpoint import Checkpoint, open_checkpoint
 from turbomill.convert.formats.base import WeightFormat
+from turbomill.convert.linear import QuantScheme
 from turbomill.convert.reference import load_dense_model
 from turbomill.convert.runnable import runnable
 from turbomill.convert.staged import ResumableDirectory
 from turbomill.convert.writer import CheckpointWriter, write_json
 from turbomill.errors import UsageError
 from turbomill.quant.activations import choose
-from turbomill.quant.checks import MARKER, check_finite, check_run, padded
+from turbomill.quant.checks import MARKER, check_finite, check_run, padded, with_group
 from turbomill.quant.decoder import StreamedDecoder
 from turbomill.quant.estimate import activation_bytes, estimate
 from turbomill.quant.export import ExportFormat, export_format, format_name, smallest_zero
 from turbomill.quant.grid import GridSpec
 from turbomill.quant.layer import LayerWork, round_weights
+from turbomill.quant.mixed import Allocation, mixed_schemes
 from turbomill.quant.options import METHODS, LayerRow, Method, QuantOptions, QuantResult
-from turbomill.quant.recipe import RECIPES
+from turbomill.quant.recipe import recipe_of
 from turbomill.quant.resume import identity, written_model
 from turbomill.quant.stages import calibrate_layer, plan_layer
 from turbomill.quant.stream import Stream
@@ -60,10 +62,10 @@ def quantize(
     checkpoint = open_checkpoint(model)
     if options.pad:
         checkpoint = padded(checkpoint, options.group)
+    options = with_group(checkpoint, options)
     check_run(checkpoint, work_dir, method, options)
-    device, name = device_of(options.device), format_name(options.format, method)
-    form = export_format(name, options.scheme, checkpoint)
-    same = identity(checkpoint, method, form, options, device)
+    device, name = device_of(options.device), format_name(options.format, method, bool(options.budget))
+    same = identity(checkpoint, method, name, options, device)
     if options.overwrite or not ResumableDirectory.check(work_dir, same):
         check_finite(checkpoint)  # what an unfinished run has read before
     calibration = None if method == "rtn" else calibration_windows(checkpoint, options)
@@ -71,8 +73,16 @@ def quantize(
     staged = ResumableDirectory(
         work_dir, {**same, "calibration data": described and described["sha256"]}, options.overwrite
     )
-    run = _Run(checkpoint, method, options, name, form, calibration)
-    logger.info("%s", estimate(checkpoint, calibration, RECIPES[method], options, device))
+    recipe = recipe_of(method, options.correct)
+    logger.info("%s", estimate(checkpoint, calibration, recipe, options, device))
+    allocation = None
+    if options.budget and calibration:
+        with torch.no_grad():
+            allocation = mixed_schemes(
+                runnable(checkpoint), calibration.ids, options, scale_dtype(checkpoint), device
+            )
+    form = export_format(name, options.scheme, checkpoint, allocation and allocation.schemes)
+    run = _Run(checkpoint, method, options, name, form, calibration, allocation)
     config = {**checkpoint.config, "quantization_config": form.quantization_config()}
     try:
         with CheckpointWriter(work_dir, config, options.max_shard_bytes, staged) as writer:
@@ -102,6 +112,11 @@ class _Run:
     format_name: ExportFormat
     form: WeightFormat
     calibration: Windows | None
+    allocation: Allocation | None
+
+    def scheme_of(self, linear: str) -> QuantScheme:
+        """Of a linear, by its full name in the code that runs the model."""
+        return self.allocation.schemes[linear] if self.allocation else self.options.scheme
 
 
 def _write_sidecars(run: _Run, path: Path, rows: list[LayerRow], seconds: float) -> None:
@@ -115,6 +130,7 @@ def _write_sidecars(run: _Run, path: Path, rows: list[LayerRow], seconds: float)
         method=run.method,
         options=run.options.describe(),
         calibration=run.calibration and run.calibration.describe(),
+        allocation=run.allocation and run.allocation.describe(),
         seconds=round(seconds, 3),
         peak_bytes=peak_bytes(),
         fallbacks=[f"layer {row.layer} {row.linear}" for row in rows if row.fallback],
@@ -142,6 +158,11 @@ def calibration_windows(checkpoint: Checkpoint, options: QuantOptions) -> Window
     )
 
 
+def scale_dtype(checkpoint: Checkpoint) -> torch.dtype:
+    """What scales are stored in: a bf16 model stays bf16."""
+    return torch.bfloat16 if checkpoint.dtype == torch.bfloat16 else torch.float16
+
+
 def device_of(name: str) -> torch.device:
     """The device `--device` asks for; auto is the first GPU, if there is one."""
     if name == "auto":
@@ -161,10 +182,9 @@ class _Layers:
         self.run, self.writer = run, writer
         self.model = runnable(run.checkpoint)
         self.decoder = StreamedDecoder(self.model, device)
-        self.recipe = RECIPES[run.method]
+        self.recipe = recipe_of(run.method, run.options.correct)
         arch, config = self.model.arch, self.model.config
-        dtype = torch.bfloat16 if self.model.dtype == torch.bfloat16 else torch.float16
-        self.spec = GridSpec(run.options.scheme, dtype, smallest_zero(run.format_name))
+        self.sizes = arch.linear_shapes(config)
         self.head_dim = int(arch.model_config(config)["head_dim"])
         # What the quantized layers give and, if the recipe corrects for the drift, the full-precision ones.
         self.streams: list[Stream] = []
@@ -207,7 +227,7 @@ class _Layers:
         work = LayerWork(
             index,
             self.decoder.load(index),
-            self.spec,
+            lambda name: self._spec(index, name),
             self.head_dim,
             stored_as=lambda name: model.dtype_of(arch.layer(index) + name),
             norm_offset=arch.norm_offset,
@@ -222,6 +242,13 @@ class _Layers:
         write_layer(work, model, self.writer, self.run.form, names)
         self.writer.commit({"rows": [asdict(row) for row in work.rows]})
         return work.rows
+
+    def _spec(self, index: int, name: str) -> GridSpec:
+        """What the grid of a layer's linear may be; a group of -1 is all of K."""
+        scheme = self.run.scheme_of(self.model.arch.layer(index) + name)
+        if scheme.group < 0:
+            scheme = replace(scheme, group=self.sizes[name][0])
+        return GridSpec(scheme, scale_dtype(self.model), smallest_zero(self.run.format_name))
 
     def _replay(self, index: int) -> None:
         """Bring the streams behind a layer that an earlier run wrote."""

@@ -28,7 +28,8 @@ def sensitivities(
 ) -> list[list[dict[QuantScheme, float]]]:
     """For each layer and unit, the KL in nats per token that each scheme's rounding adds. ids int64 [B, T].
 
-    `units` names the linears of a layer that get one scheme, for each such choice. Rounding is to nearest on searched ranges; GPTQ does better than this by much the same factor everywhere.
+    `units` names the linears of a layer that get one scheme, for each such choice. Rounding is to nearest on
+    searched ranges; GPTQ does better than this by much the same factor everywhere.
     Each window is one sample: many short ones say more than a few long ones.
     """
     hidden = [[batch.cpu() for batch in decoder.embed(batches)]]

@@ -11,7 +11,7 @@ from turbomill.reports.runs import LayerResult, Run
 from turbomill.reports.tables import number
 
 MARKER, LOG = "turbomill.json", "quant_log.csv"
-COLUMNS = ("linear", "method", "loss if rounded", "loss", "weight error", "tokens", "seconds")
+COLUMNS = ("linear", "scheme", "method", "loss if rounded", "loss", "weight error", "tokens", "seconds")
 NOTE = (
     "Loss is the squared error of the linear's output on the calibration text, over the output's own square; "
     "a linear that came out worse than rounding to nearest fell back to it."
@@ -50,6 +50,7 @@ def _row(row: dict[str, str]) -> LayerResult:
         fallback=row["fallback"] == "True",
         seconds=float(row["seconds"]),
         tokens=None if tokens is None else int(tokens),
+        scheme=row.get("scheme", ""),
     )
 
 
@@ -58,6 +59,7 @@ def layer_rows(layers: list[LayerResult]) -> list[tuple[str, ...]]:
     return [
         (
             f"{row.layer} {row.linear}",
+            row.scheme or "-",
             f"{row.method}, fell back" if row.fallback else row.method,
             *("-" if loss is None else number(loss, 6) for loss in (row.rtn_loss, row.loss)),
             number(row.weight_error, 6),

@@ -106,6 +106,7 @@ class LayerResult(Record):
     fallback: bool
     seconds: float
     tokens: int | None
+    scheme: str
 
 
 class Run(Record):

@@ -82,16 +82,17 @@ struct ModelConfig {
 void require_known_variants(const ModelConfig& model, const std::string& backend,
                             const std::vector<std::string>& known);
 
-#define TM_ENGINE_FIELDS(X)            \
-    X(std::string, device, "cpu")      \
-    X(int, num_threads, 0)             \
-    X(int, max_batch_size, 64)         \
-    X(int, session_len, 2048)          \
-    X(int, max_prefill_token_num, 512) \
-    X(int, block_len, 64)              \
-    X(int, cache_block_count, 0)       \
-    X(int, quant_policy, 0)            \
-    X(std::string, cache_dtype, "float16")
+#define TM_ENGINE_FIELDS(X)                \
+    X(std::string, device, "cpu")          \
+    X(int, num_threads, 0)                 \
+    X(int, max_batch_size, 64)             \
+    X(int, session_len, 2048)              \
+    X(int, max_prefill_token_num, 512)     \
+    X(int, block_len, 64)                  \
+    X(int, cache_block_count, 0)           \
+    X(int, quant_policy, 0)                \
+    X(std::string, cache_dtype, "float16") \
+    X(bool, eager_mode, false)
 
 struct EngineConfig {
     TM_ENGINE_FIELDS(TM_DECLARE_FIELD)

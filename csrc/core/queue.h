@@ -30,6 +30,17 @@ class Queue {
         return value;
     }
 
+    // Waits up to `patience` for something to take.
+    template <class Duration>
+    std::optional<T> pop_within(Duration patience) {
+        std::unique_lock lock(mutex_);
+        ready_.wait_for(lock, patience, [&] { return closed_ || !items_.empty(); });
+        if (items_.empty()) return std::nullopt;
+        T value = std::move(items_.front());
+        items_.pop_front();
+        return value;
+    }
+
     void close() {
         {
             std::lock_guard lock(mutex_);

@@ -37,6 +37,7 @@ struct BatchData {
     };
     std::vector<Sample> samples;             // one per slice
     std::vector<std::vector<float>> logits;  // one per slice: [length, V] where wanted, else empty
+    bool recorded = false;                   // the backend repeated a recorded step
     std::string error;                       // a failed step fails all its sequences
 
     int tokens() const {

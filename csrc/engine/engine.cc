@@ -19,10 +19,9 @@ void require(bool ok, const std::string& message) {
 
 }  // namespace
 
-Engine::Engine(const ModelConfig& model, const EngineConfig& config, ModelExecutor::Forward forward,
-               OnOutputs on_outputs)
+Engine::Engine(const ModelConfig& model, const EngineConfig& config, StepRunner runner, OnOutputs on_outputs)
     : model_(model), config_(config), scheduler_(config_), on_outputs_(std::move(on_outputs)) {
-    executor_ = std::make_unique<ModelExecutor>(std::move(forward), [this](std::unique_ptr<BatchData> batch) {
+    executor_ = std::make_unique<ModelExecutor>(std::move(runner), [this](std::unique_ptr<BatchData> batch) {
         gateway_.post_result(std::move(batch));
     });
     publish_metrics();
@@ -97,6 +96,7 @@ void Engine::run() {
         cancel_marked(events.cancels);
         for (auto& batch : events.results) {
             --in_flight_;
+            counters_.recorded_steps += batch->recorded;
             update(*batch);
         }
         if (events.closed) {

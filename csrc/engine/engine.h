@@ -21,9 +21,8 @@ class Engine {
   public:
     using OnOutputs = std::function<void(std::vector<Output>)>;
 
-    // `forward` runs one step of the model; `on_outputs` gets a step's outputs, on the signal thread.
-    Engine(const ModelConfig& model, const EngineConfig& config, ModelExecutor::Forward forward,
-           OnOutputs on_outputs);
+    // `runner` runs steps of the model; `on_outputs` gets a step's outputs, on the signal thread.
+    Engine(const ModelConfig& model, const EngineConfig& config, StepRunner runner, OnOutputs on_outputs);
     ~Engine();
 
     // Any thread. submit() throws std::invalid_argument for a request that can never run.

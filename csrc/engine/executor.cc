@@ -1,12 +1,21 @@
 #include "engine/executor.h"
 
+#include <chrono>
 #include <exception>
 #include <utility>
 
 namespace turbomill {
+namespace {
 
-ModelExecutor::ModelExecutor(Forward forward, Done done)
-    : forward_(std::move(forward)), done_(std::move(done)), thread_([this] { run(); }) {}
+constexpr size_t kMostIssued = 2;
+// How long to wait for the next step before looking whether the one that runs is done. Only a step that has
+// no successor yet is ever noticed late by this.
+constexpr auto kPatience = std::chrono::microseconds(20);
+
+}  // namespace
+
+ModelExecutor::ModelExecutor(StepRunner runner, Done done)
+    : runner_(std::move(runner)), done_(std::move(done)), thread_([this] { run(); }) {}
 
 ModelExecutor::~ModelExecutor() {
     queue_.close();
@@ -14,14 +23,39 @@ ModelExecutor::~ModelExecutor() {
 }
 
 void ModelExecutor::run() {
-    while (auto batch = queue_.pop()) {
-        try {
-            forward_(**batch);
-        } catch (const std::exception& error) {
-            (*batch)->error = error.what();
+    while (true) {
+        if (issued_.size() == kMostIssued || (!issued_.empty() && runner_.ready())) {
+            complete_oldest();
+        } else if (issued_.empty()) {
+            auto batch = queue_.pop();
+            if (!batch) return;  // closed, and nothing is left
+            issue(std::move(*batch));
+        } else if (auto batch = queue_.pop_within(kPatience)) {
+            issue(std::move(*batch));
         }
-        done_(std::move(*batch));
     }
+}
+
+void ModelExecutor::issue(std::unique_ptr<BatchData> batch) {
+    try {
+        runner_.issue(*batch);
+        issued_.push_back(std::move(batch));
+    } catch (const std::exception& error) {
+        batch->error = error.what();
+        while (!issued_.empty()) complete_oldest();  // steps go back in order
+        done_(std::move(batch));
+    }
+}
+
+void ModelExecutor::complete_oldest() {
+    std::unique_ptr<BatchData> batch = std::move(issued_.front());
+    issued_.pop_front();
+    try {
+        runner_.complete();
+    } catch (const std::exception& error) {
+        batch->error = error.what();
+    }
+    done_(std::move(batch));
 }
 
 }  // namespace turbomill

@@ -1,6 +1,7 @@
-// The thread that runs the model. Steps come in through one queue and go back through another.
+// The thread that runs the model. Steps come in through one queue and go back through another, in order.
 #pragma once
 
+#include <deque>
 #include <functional>
 #include <memory>
 #include <thread>
@@ -10,23 +11,33 @@
 
 namespace turbomill {
 
+// How the executor runs a step, on its thread only. A device that works on its own lets `issue` return early:
+// the next step is then issued behind it, so that it never waits for the host.
+struct StepRunner {
+    std::function<void(BatchData&)> issue;
+    std::function<bool()> ready;     // whether the oldest step that was issued is done
+    std::function<void()> complete;  // waits for it and fills its batch
+};
+
 class ModelExecutor {
   public:
-    using Forward = std::function<void(BatchData&)>;
     using Done = std::function<void(std::unique_ptr<BatchData>)>;
 
-    // `forward` runs a step (on this thread only); `done` takes it back, with `error` set if forward threw.
-    ModelExecutor(Forward forward, Done done);
+    // `done` takes a step back, with `error` set if it failed.
+    ModelExecutor(StepRunner runner, Done done);
     ~ModelExecutor();
 
     void push(std::unique_ptr<BatchData> batch) { queue_.push(std::move(batch)); }
 
   private:
     void run();
+    void issue(std::unique_ptr<BatchData> batch);
+    void complete_oldest();
 
-    Forward forward_;
+    StepRunner runner_;
     Done done_;
     Queue<std::unique_ptr<BatchData>> queue_;
+    std::deque<std::unique_ptr<BatchData>> issued_;  // oldest first
     std::thread thread_;
 };
 

@@ -54,6 +54,7 @@ struct Output {
     X(int64_t, total_blocks, 0)     \
     X(int64_t, free_blocks, 0)      \
     X(int64_t, steps, 0)            \
+    X(int64_t, recorded_steps, 0)   \
     X(int64_t, prompt_tokens, 0)    \
     X(int64_t, generated_tokens, 0) \
     X(int64_t, preemptions, 0)      \

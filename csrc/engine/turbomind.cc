@@ -24,7 +24,10 @@ Turbomind::Turbomind(const ModelConfig& model, const std::vector<TensorRef>& ten
       backend_(make_backend(model_, config_, weights_)),
       decoder_(std::make_unique<Decoder>(model_, weights_, *backend_, config_.max_step_tokens())),
       engine_(std::make_unique<Engine>(
-          model_, config_, [this](BatchData& batch) { decoder_->forward(batch); }, std::move(on_outputs))) {}
+          model_, config_,
+          StepRunner{[this](BatchData& batch) { decoder_->issue(batch); },
+                     [this] { return decoder_->ready(); }, [this] { decoder_->complete(); }},
+          std::move(on_outputs))) {}
 
 void Turbomind::close() {
     engine_->close();

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -37,7 +38,13 @@ class Backend {
 
     // Makes a step's tokens, positions and block tables current for the calls below.
     virtual void begin_step(const BatchData& batch) = 0;
-    // Waits until everything issued for the step is done; only then are the batch's results there.
+    // Issues the step that was begun, of which `calls` makes all calls below: a backend may record what they
+    // queue and repeat it for later steps without calling. The batch stays where it is until synchronize().
+    // Up to two steps may be issued at a time.
+    virtual void run(BatchData& /*batch*/, const std::function<void()>& calls) { calls(); }
+    // Whether the oldest step that is issued is done.
+    virtual bool ready() { return true; }
+    // Waits until it is; only then are its batch's results there.
     virtual void synchronize() = 0;
 
     // x [T, H], a residual, = embedding rows of the step's tokens, times embedding_scale; decode tokens come

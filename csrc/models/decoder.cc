@@ -16,9 +16,13 @@ Decoder::Decoder(const ModelConfig& c, const Weights& weights, Backend& backend,
     backend_.set_embedding(weights.embedding);
 }
 
-void Decoder::forward(BatchData& batch) {
+void Decoder::issue(BatchData& batch) {
+    backend_.begin_step(batch);
+    backend_.run(batch, [&] { queue(batch); });
+}
+
+void Decoder::queue(BatchData& batch) {
     Backend& b = backend_;
-    b.begin_step(batch);
     b.embed(*residual_);
     for (int i = 0; i < int(weights_.layers.size()); ++i) {
         const DecoderLayer& layer = weights_.layers[i];
@@ -44,7 +48,6 @@ void Decoder::forward(BatchData& batch) {
         if (!layer.post_ffn_norm.empty()) b.rms_norm(*delta_, layer.post_ffn_norm, *delta_);
     }
     b.finish(*delta_, *residual_, weights_.norm, weights_.output, batch);
-    b.synchronize();
 }
 
 }  // namespace turbomill

@@ -13,10 +13,17 @@ class Decoder {
     // Allocates activations for `max_tokens` rows. `weights` and `backend` outlive the decoder.
     Decoder(const ModelConfig& config, const Weights& weights, Backend& backend, int max_tokens);
 
-    // Runs one step and fills the batch's samples and logits. Throws on failure.
-    void forward(BatchData& batch);
+    // Starts a step; the batch stays where it is until complete(). At most two steps at a time. Throws on
+    // failure.
+    void issue(BatchData& batch);
+    // Whether the oldest step is done.
+    bool ready() { return backend_.ready(); }
+    // Waits for the oldest step, which fills its batch's samples and logits. Throws on failure.
+    void complete() { backend_.synchronize(); }
 
   private:
+    void queue(BatchData& batch);
+
     const bool gelu_;
     const Weights& weights_;
     Backend& backend_;

@@ -14,6 +14,7 @@
 #include "core/half.h"
 #include "kernels/cuda/backend.h"
 #include "kernels/cuda/error.h"
+#include "kernels/cuda/launch.h"
 #include "kernels/cuda/linear.h"
 #include "python/cuda_array.h"
 #include "python/register.h"
@@ -42,10 +43,11 @@ std::vector<uint16_t> random_halves(size_t count, DType type, float low, float h
 // Fills device memory with repetitions of `pattern`.
 template <class T>
 void fill(const DeviceMemory& memory, const std::vector<T>& pattern) {
-    const size_t bytes = pattern.size() * sizeof(T);
-    for (size_t at = 0; at < memory.bytes(); at += bytes)
-        check(cudaMemcpy(memory.as<uint8_t>() + at, pattern.data(), std::min(bytes, memory.bytes() - at),
-                         cudaMemcpyHostToDevice),
+    const size_t bytes = std::min(pattern.size() * sizeof(T), memory.bytes());
+    check(cudaMemcpy(memory.as(), pattern.data(), bytes, cudaMemcpyHostToDevice), "filling");
+    for (size_t at = bytes; at < memory.bytes(); at += bytes)
+        check(cudaMemcpy(memory.as<uint8_t>() + at, memory.as(), std::min(bytes, memory.bytes() - at),
+                         cudaMemcpyDeviceToDevice),
               "filling");
 }
 
@@ -86,53 +88,92 @@ double time_graph(cudaStream_t stream, int launches, int repeats, const std::fun
     return double(times[times.size() / 2]) * 1000 / launches;
 }
 
-// Microseconds of y [rows, N] = x w^T. `way`: "dense", or a w4 weight's "in_place" or "as_dense", "" the
-// engine's.
-double bench_linear(int n, int k, int rows, int group, const std::string& dtype, const std::string& way,
-                    int repeats) {
-    const DType type = parse_dtype(dtype);
-    const cuda::Stream stream;
-    const bool dense = way == "dense";
-    const size_t weight_bytes = dense ? size_t(n) * k * 2 : size_t(n) * k / 2;
-    const int copies = int(std::clamp<size_t>(kColdBytes / weight_bytes + 1, 2, 64));
-    const auto values = random_halves(kPattern, type, -1.f, 1.f),
-               scales = random_halves(kPattern, type, 0.01f, 0.02f);
-    std::mt19937 generator(3);
-    std::vector<uint16_t> codes(kPattern);
-    for (auto& c : codes) c = uint16_t(generator());
-    const size_t group_bytes = size_t(n) * (k / group) * 2;
-    std::vector<DeviceMemory> weights, params;
-    for (int i = 0; i < copies; ++i) {
-        weights.push_back(random_memory(weight_bytes, dense ? values : codes));
-        params.push_back(random_memory(group_bytes, scales));
+// A linear's data: as many copies of the weight as no cache holds, x and y.
+class LinearCase {
+  public:
+    LinearCase(int n, int k, int rows, int group, DType type, bool dense)
+        : n_(n), k_(k), rows_(rows), group_(group), type_(type), dense_(dense) {
+        const size_t weight_bytes = dense ? size_t(n) * k * 2 : size_t(n) * k / 2;
+        const int copies = int(std::clamp<size_t>(kColdBytes / weight_bytes + 1, 2, 64));
+        const auto values = random_halves(kPattern, type, -1.f, 1.f),
+                   scales = random_halves(kPattern, type, 0.01f, 0.02f);
+        std::mt19937 generator(3);
+        std::vector<uint16_t> codes(kPattern);
+        for (auto& c : codes) c = uint16_t(generator());
+        const size_t group_bytes = size_t(n) * (k / group) * 2;
+        for (int i = 0; i < copies; ++i) {
+            weights_.push_back(random_memory(weight_bytes, dense ? values : codes));
+            params_.push_back(random_memory(group_bytes, scales));
+        }
+        x_ = random_memory(size_t(rows) * k * 2, values);
+        y_ = DeviceMemory(size_t(rows) * n * 2, "y", "");
     }
-    const DeviceMemory x = random_memory(size_t(rows) * k * 2, values), y(size_t(rows) * n * 2, "y", "");
-    cuda::LinearRunner run(type, dense ? 0 : size_t(n) * k, stream);
-    return time_graph(stream, copies, repeats, [&](int i) {
+
+    // Microseconds. `way`: "dense", or a w4 weight's "in_place", "as_dense" or "fused" with `plan`, "" the
+    // engine's. `overlap`: with programmatic dependent launch.
+    double time(const std::string& way, const std::optional<PlanTuple>& plan, bool overlap,
+                int repeats) const {
+        cuda::LinearRunner run(type_, dense_ || way == "fused" ? 0 : size_t(n_) * k_, stream_);
+        run.set_overlap(overlap);
+        const auto call = [&](int i) {
+            const cuda::DeviceLinear linear = copy(i);
+            if (way == "in_place") {
+                run.w4_in_place(linear, x_.as(), rows_, y_.as(), type_);
+            } else if (way == "as_dense") {
+                run.w4_as_dense(linear, x_.as(), rows_, y_.as(), type_);
+            } else if (way == "fused") {
+                if (!plan || !cuda::w4_fused_fits(type_, linear.w4, x_.as()))
+                    throw std::invalid_argument("the fused kernels do not fit here, or there is no plan");
+                run.w4_fused(linear, x_.as(), rows_, y_.as(), type_, plan_of(*plan));
+            } else {
+                run(linear, x_.as(), rows_, y_.as(), type_);
+            }
+        };
+        return time_graph(stream_, int(weights_.size()), repeats, call);
+    }
+
+  private:
+    cuda::DeviceLinear copy(int i) const {
         cuda::DeviceLinear linear;
-        linear.n = n;
-        linear.k = k;
-        if (dense) {
-            linear.dense = weights[i].as();
+        linear.n = n_;
+        linear.k = k_;
+        if (dense_) {
+            linear.dense = weights_[i].as();
         } else {
-            linear.w4 = {weights[i].as<uint8_t>(),
-                         params[i].as(),
+            linear.w4 = {weights_[i].as<uint8_t>(),
+                         params_[i].as(),
                          nullptr,
-                         type == DType::BF16,
-                         n,
-                         k,
-                         k / 64,
-                         k / group,
-                         group};
+                         type_ == DType::BF16,
+                         n_,
+                         k_,
+                         k_ / 64,
+                         k_ / group_,
+                         group_};
         }
-        if (way == "in_place") {
-            run.w4_in_place(linear, x.as(), rows, y.as(), type);
-        } else if (way == "as_dense") {
-            run.w4_as_dense(linear, x.as(), rows, y.as(), type);
-        } else {
-            run(linear, x.as(), rows, y.as(), type);
-        }
-    });
+        return linear;
+    }
+
+    int n_, k_, rows_, group_;
+    DType type_;
+    bool dense_;
+    cuda::Stream stream_;
+    std::vector<DeviceMemory> weights_, params_;
+    DeviceMemory x_, y_;
+};
+
+double bench_linear(int n, int k, int rows, int group, const std::string& dtype, const std::string& way,
+                    bool overlap, int repeats) {
+    const DType type = parse_dtype(dtype);
+    return LinearCase(n, k, rows, group, type, way == "dense").time(way, std::nullopt, overlap, repeats);
+}
+
+// Microseconds of each plan of the fused kernels.
+std::vector<double> bench_w4_plans(int n, int k, int rows, int group, const std::string& dtype,
+                                   const std::vector<PlanTuple>& plans, bool overlap, int repeats) {
+    const LinearCase linear(n, k, rows, group, parse_dtype(dtype), false);
+    std::vector<double> times;
+    for (const auto& plan : plans) times.push_back(linear.time("fused", plan, overlap, repeats));
+    return times;
 }
 
 // Microseconds of one layer's attention for `batch` sequences that add `length` tokens to `context` ones
@@ -179,6 +220,7 @@ double bench_attention(int batch, int context, int length, int num_heads, int nu
         slice.context = begin;
         slice.length = count;
         slice.tokens.assign(count, 0);
+        slice.sample = count == 1;  // decodes: attention rotates and caches, as in an engine
         for (int b = 0; b < blocks; ++b)
             slice.blocks.push_back((b * batch + sequence) % config.cache_block_count);
         return slice;
@@ -193,6 +235,7 @@ double bench_attention(int batch, int context, int length, int num_heads, int nu
     BatchData step;
     for (int i = 0; i < batch; ++i) step.slices.push_back(slice_of(i, context, length));
     backend.begin_step(step);
+    const cuda::NoOverlap apart;  // a launch must not hide in the one before it
     return time_graph(backend.stream(), 4, repeats, [&](int) { backend.attention(0, *qkv, *out); });
 }
 
@@ -225,7 +268,24 @@ double bench_copy() {
 
 void register_bench_cuda(py::module_& m) {
     m.def("bench_linear", &bench_linear, py::arg("n"), py::arg("k"), py::arg("rows"), py::arg("group") = 128,
-          py::arg("dtype") = "float16", py::arg("way") = "", py::arg("repeats") = 15);
+          py::arg("dtype") = "float16", py::arg("way") = "", py::arg("overlap") = false,
+          py::arg("repeats") = 15);
+    m.def("bench_w4_plans", &bench_w4_plans, py::arg("n"), py::arg("k"), py::arg("rows"), py::arg("group"),
+          py::arg("dtype"), py::arg("plans"), py::arg("overlap") = false, py::arg("repeats") = 9);
+    m.def("multiprocessors", [] {
+        int device = 0, count = 0;
+        check(cudaGetDevice(&device), "cudaGetDevice");
+        check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device),
+              "counting multiprocessors");
+        return count;
+    });
+    m.def("w4_fused_runs", &cuda::w4_fused_runs);
+    m.def("w4_kernels", [] {
+        std::vector<std::array<int, 3>> kernels;
+        for (const auto& kernel : cuda::kW4Kernels)
+            kernels.push_back({kernel.warpgroups, kernel.tokens, kernel.blocks});
+        return kernels;
+    });
     m.def("bench_attention", &bench_attention, py::arg("batch"), py::arg("context"), py::arg("length"),
           py::arg("num_heads"), py::arg("num_kv_heads"), py::arg("head_dim"), py::arg("block_len") = 64,
           py::arg("quant_policy") = 0, py::arg("dtype") = "float16", py::arg("repeats") = 9);

@@ -3,6 +3,7 @@
 
 #include <pybind11/numpy.h>
 
+#include <array>
 #include <cstring>
 #include <vector>
 
@@ -10,12 +11,19 @@
 #include "core/types.h"
 #include "kernels/cuda/error.h"
 #include "kernels/cuda/memory.h"
+#include "kernels/cuda/w4_plan.h"
 
 namespace turbomill::python {
 
 using Floats = pybind11::array_t<float, pybind11::array::c_style | pybind11::array::forcecast>;
 using Bytes = pybind11::array_t<uint8_t, pybind11::array::c_style>;
 using Bits16 = pybind11::array_t<uint16_t, pybind11::array::c_style>;
+
+// (warpgroups, tokens, blocks, splits) of a plan, as Python passes it.
+using PlanTuple = std::array<int, 4>;
+inline cuda::W4Plan plan_of(const PlanTuple& p) {
+    return {{p[0], p[1], p[2]}, p[3]};
+}
 
 class DeviceArray {
   public:

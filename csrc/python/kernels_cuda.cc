@@ -21,6 +21,7 @@
 #include "kernels/cuda/error.h"
 #include "kernels/cuda/launch.h"
 #include "kernels/cuda/linear.h"
+#include "kernels/cuda/tiles.h"
 #include "python/cuda_array.h"
 
 namespace turbomill::python {
@@ -77,11 +78,11 @@ Floats dense_linear(const Floats& x, const Floats& w, const Floats& bias, const 
     return y.array({rows, n});
 }
 
-// `way`: "in_place", "as_dense", or "" for the one that the engine takes.
+// `way`: "in_place", "as_dense", "fused" with `plan`, or "" for the one that the engine takes.
 Floats w4_linear(const Floats& x, const Bytes& codes, const Bits16& scales,
                  const std::optional<Bits16>& zeros, int n, int k, const Floats& bias,
                  const std::string& dtype, const std::string& scale_dtype, const std::string& out_dtype,
-                 const std::string& way) {
+                 const std::string& way, const std::optional<PlanTuple>& plan) {
     const DType type = parse_dtype(dtype), out = parse_dtype(out_dtype);
     require(codes.ndim() == 5 && scales.ndim() == 3,
             "codes must be [N/64, K/64, 4, 32, 16], scales [N/64, G, 64]");
@@ -109,19 +110,49 @@ Floats w4_linear(const Floats& x, const Bytes& codes, const Bits16& scales,
         run.w4_in_place(linear, input.as<void>(), rows, y.as<void>(), out);
     } else if (way == "as_dense") {
         run.w4_as_dense(linear, input.as<void>(), rows, y.as<void>(), out);
+    } else if (way == "fused") {
+        require(plan && cuda::w4_fused_fits(type, linear.w4, input.as<void>()),
+                "the fused kernels do not fit here, or there is no plan");
+        run.w4_fused(linear, input.as<void>(), rows, y.as<void>(), out, plan_of(*plan));
     } else {
         run(linear, input.as<void>(), rows, y.as<void>(), out);
     }
     return y.array({rows, n});
 }
 
-// Causal attention of the last rows of qkv [T, (Nq + 2 Nkv) D] over all T keys and values, through a paged
-// cache whose blocks are handed out in reverse, of a one-layer backend: rope_and_cache writes it, chunk by
-// chunk, with the rotation of `inv_freq`. Queries of the first `context` rows are not returned.
+// `count` products one after the other, each with the result of the last: x, then W x, W W x, ... of a square
+// W.
+Floats w4_chain(const Floats& x, const Bytes& codes, const Bits16& scales, int count,
+                const std::string& dtype, bool overlap) {
+    const DType type = parse_dtype(dtype);
+    const int rows = int(x.shape(0)), k = int(x.shape(1)), groups = int(scales.shape(1));
+    const DeviceArray first(x, type), second(type, size_t(rows) * k),
+        code_bytes(codes.data(), codes.nbytes()), scale_bytes(scales.data(), scales.nbytes());
+    cuda::DeviceLinear linear;
+    linear.n = linear.k = k;
+    linear.w4 = {code_bytes.as<uint8_t>(),
+                 scale_bytes.as<void>(),
+                 nullptr,
+                 type == DType::BF16,
+                 k,
+                 k,
+                 k / 64,
+                 groups,
+                 k / groups};
+    cuda::LinearRunner run(type, size_t(k) * k, nullptr);
+    run.set_overlap(overlap);
+    for (int i = 0; i < count; ++i)
+        run(linear, (i % 2 ? second : first).as<void>(), rows, (i % 2 ? first : second).as<void>(), type);
+    return (count % 2 ? second : first).array({rows, k});
+}
+
+// Causal attention through the paged cache of a one-layer backend, whose blocks are handed out in reverse, to
+// several sequences in turn. rope_and_cache writes it, with the rotation of `inv_freq`.
 class AttentionCase {
   public:
-    AttentionCase(int num_heads, int num_kv_heads, int head_dim, int tokens, int block_len, int quant_policy,
-                  const std::string& cache_dtype, const std::string& dtype, std::vector<float> inv_freq)
+    AttentionCase(int num_heads, int num_kv_heads, int head_dim, int tokens, int sequences, int block_len,
+                  int quant_policy, const std::string& cache_dtype, const std::string& dtype,
+                  std::vector<float> inv_freq)
         : type_(parse_dtype(dtype)) {
         model_.num_layers = 1;
         model_.hidden_size = 64;
@@ -132,10 +163,10 @@ class AttentionCase {
         model_.intermediate_size = 8;
         config_.device = "cuda";
         config_.session_len = tokens;
-        config_.max_prefill_token_num = tokens;
-        config_.max_batch_size = 1;
+        config_.max_prefill_token_num = tokens * sequences;
+        config_.max_batch_size = sequences + 7;  // so that steps of decodes are padded
         config_.block_len = block_len;
-        config_.cache_block_count = ceil_div(tokens, block_len);
+        config_.cache_block_count = sequences * ceil_div(tokens, block_len);
         config_.quant_policy = quant_policy;
         config_.cache_dtype = cache_dtype;
         embedding_.assign(64 * 4, 0);
@@ -147,42 +178,88 @@ class AttentionCase {
         backend_.emplace(model_, config_, weights_, inv_freq);
     }
 
-    // Attention outputs of rows [context, T), which come in chunks of at most `chunk` rows.
+    // Attention outputs of rows [context, T) of qkv [T, (Nq + 2 Nkv) D], which come in chunks of at most
+    // `chunk` rows.
     Floats run(const Floats& qkv, int context, int chunk) {
-        require(qkv.ndim() == 2 && qkv.shape(1) == model_.qkv_dim(), "qkv must be [T, (Nq + 2 Nkv) D]");
-        const int tokens = int(qkv.shape(0)), width = model_.qkv_dim(), out_width = model_.q_dim();
+        const int tokens = rows_of(qkv), out_width = model_.q_dim();
         Floats result({py::ssize_t(tokens - context), py::ssize_t(out_width)});
         int done = 0;
         while (done < tokens) {
-            const int end = std::min(tokens, done < context ? context : done + chunk), count = end - done;
-            BatchData batch;
-            Slice slice;
-            slice.context = done;
-            slice.length = count;
-            slice.tokens.assign(count, 0);
-            for (int b = 0; b < ceil_div(end, config_.block_len); ++b)
-                slice.blocks.push_back(config_.cache_block_count - 1 - b);
-            batch.slices.push_back(std::move(slice));
-            const auto x = backend_->allocate(count, width), y = backend_->allocate(count, out_width);
-            backend_->begin_step(batch);
-            const DeviceArray rows(qkv.data() + size_t(done) * width, size_t(count) * width, type_);
-            copy(x->data(), rows.as<void>(), size_t(count) * width);
-            check(cudaMemset(y->data(), 0xff, size_t(count) * out_width * dtype_bytes(type_)), "poison");
-            check(cudaDeviceSynchronize(), "poison");
-            backend_->rope_and_cache(0, *x);
-            backend_->attention(0, *x, *y);
-            backend_->synchronize();
-            if (done >= context) {
-                const DeviceArray out(type_, size_t(count) * out_width);
-                copy(out.as<void>(), y->data(), size_t(count) * out_width);
-                out.read(result.mutable_data() + size_t(done - context) * out_width);
-            }
+            const int end = std::min(tokens, done < context ? context : done + chunk);
+            const std::vector<float> out = step({&qkv}, {done}, {end});
+            if (done >= context)
+                std::copy(out.begin(), out.end(), result.mutable_data() + size_t(done - context) * out_width);
             done = end;
         }
         return result;
     }
 
+    // Outputs of the last lengths[i] rows of each sequence, one below the other, computed in one step.
+    Floats run_batch(const std::vector<Floats>& qkvs, const std::vector<int>& lengths) {
+        std::vector<const Floats*> all;
+        std::vector<int> contexts, ends;
+        py::ssize_t rows = 0;
+        for (size_t i = 0; i < qkvs.size(); ++i) {
+            all.push_back(&qkvs[i]);
+            ends.push_back(rows_of(qkvs[i]));
+            contexts.push_back(ends.back() - lengths[i]);
+            rows += lengths[i];
+        }
+        step(all, std::vector<int>(qkvs.size(), 0), contexts);
+        Floats result({rows, py::ssize_t(model_.q_dim())});
+        const std::vector<float> out = step(all, contexts, ends);
+        std::copy(out.begin(), out.end(), result.mutable_data());
+        return result;
+    }
+
   private:
+    int rows_of(const Floats& qkv) const {
+        require(qkv.ndim() == 2 && qkv.shape(1) == model_.qkv_dim(), "qkv must be [T, (Nq + 2 Nkv) D]");
+        return int(qkv.shape(0));
+    }
+
+    // Runs rows [begins[i], ends[i]) of each sequence.
+    std::vector<float> step(const std::vector<const Floats*>& qkvs, const std::vector<int>& begins,
+                            const std::vector<int>& ends) {
+        const int width = model_.qkv_dim(), out_width = model_.q_dim(), sequences = int(qkvs.size());
+        // As in an engine's step of decodes alone, which is padded and rotated by attention itself.
+        bool decodes = true;
+        for (int i = 0; i < sequences; ++i) decodes = decodes && ends[i] - begins[i] == 1;
+        BatchData batch;
+        std::vector<float> inputs;
+        for (int i = 0; i < sequences; ++i) {
+            Slice slice;
+            slice.context = begins[i];
+            slice.length = ends[i] - begins[i];
+            if (slice.length == 0) continue;
+            slice.tokens.assign(slice.length, 0);
+            slice.sample = decodes;
+            for (int b = 0; b < ceil_div(ends[i], config_.block_len); ++b)
+                slice.blocks.push_back(config_.cache_block_count - 1 - (b * sequences + i));
+            batch.slices.push_back(std::move(slice));
+            inputs.insert(inputs.end(), qkvs[i]->data() + size_t(begins[i]) * width,
+                          qkvs[i]->data() + size_t(ends[i]) * width);
+        }
+        const int count = batch.tokens();
+        std::vector<float> outputs(size_t(count) * out_width);
+        if (count == 0) return outputs;
+        constexpr int kMostPadding = 16;
+        const auto x = backend_->allocate(count + kMostPadding, width),
+                   y = backend_->allocate(count + kMostPadding, out_width);
+        backend_->begin_step(batch);
+        const DeviceArray rows(inputs.data(), inputs.size(), type_);
+        copy(x->data(), rows.as<void>(), inputs.size());
+        check(cudaMemset(y->data(), 0xff, outputs.size() * dtype_bytes(type_)), "poison");
+        check(cudaDeviceSynchronize(), "poison");
+        backend_->rope_and_cache(0, *x);
+        backend_->attention(0, *x, *y);
+        backend_->synchronize();
+        const DeviceArray out(type_, outputs.size());
+        copy(out.as<void>(), y->data(), outputs.size());
+        out.read(outputs.data());
+        return outputs;
+    }
+
     void copy(void* to, const void* from, size_t elements) const {
         check(cudaMemcpy(to, from, elements * dtype_bytes(type_), cudaMemcpyDeviceToDevice), "copy");
     }
@@ -199,9 +276,45 @@ Floats attention(const Floats& qkv, int num_heads, int num_kv_heads, int head_di
                  int quant_policy, const std::string& cache_dtype, const std::string& dtype,
                  std::vector<float> inv_freq, int chunk) {
     if (inv_freq.empty()) inv_freq.assign(head_dim / 2, 0.f);  // no rotation
-    AttentionCase attention_case(num_heads, num_kv_heads, head_dim, int(qkv.shape(0)), block_len,
+    AttentionCase attention_case(num_heads, num_kv_heads, head_dim, int(qkv.shape(0)), 1, block_len,
                                  quant_policy, cache_dtype, dtype, std::move(inv_freq));
     return attention_case.run(qkv, context, chunk);
+}
+
+// The last lengths[i] rows of each sequence, in one step.
+Floats attention_batch(const std::vector<Floats>& qkvs, const std::vector<int>& lengths, int num_heads,
+                       int num_kv_heads, int head_dim, int quant_policy, const std::string& cache_dtype,
+                       const std::string& dtype) {
+    require(qkvs.size() == lengths.size() && !qkvs.empty(), "one length for each sequence");
+    int most = 0;
+    for (const auto& qkv : qkvs) most = std::max(most, int(qkv.shape(0)));
+    AttentionCase attention_case(num_heads, num_kv_heads, head_dim, most, int(qkvs.size()), 64, quant_policy,
+                                 cache_dtype, dtype, std::vector<float>(head_dim / 2, 0.f));
+    return attention_case.run_batch(qkvs, lengths);
+}
+
+// How attention_decode's work is cut for decodes of these many keys: the entries' first units, and the ranges
+// (begin, end, head, entry, pair_begin, pair_end, share, first_block, parts).
+py::tuple decode_ranges(const std::vector<int>& keys, int num_heads, int num_kv_heads, int bits,
+                        int multiprocessors, int padding) {
+    ModelConfig model;
+    model.num_heads = num_heads;
+    model.num_kv_heads = num_kv_heads;
+    cuda::TilePlanner planner(model, cuda::AttentionKernels::Decode, bits, multiprocessors);
+    BatchData batch;
+    for (const int count : keys) {
+        Slice slice;
+        slice.context = count - 1;
+        slice.length = 1;
+        batch.slices.push_back(std::move(slice));
+    }
+    planner.plan(batch, padding);
+    py::list first_units, ranges;
+    for (const auto& entry : planner.entries) first_units.append(entry.first_unit);
+    for (const auto& r : planner.ranges)
+        ranges.append(py::make_tuple(r.begin, r.end, r.head, r.entry, r.pair_begin, r.pair_end, r.share,
+                                     r.first_block, r.parts));
+    return py::make_tuple(first_units, ranges);
 }
 
 // What the cache holds after heads [T, D] went through it as values: (codes or bytes, params as float16
@@ -253,8 +366,12 @@ std::vector<int> sample(const Floats& logits, float temperature, int top_k, floa
     for (int r = 0; r < rows; ++r) info[r] = {seed, position + uint64_t(r), temperature, top_p, top_k, r};
     const DeviceArray values(logits, DType::F32), parameters(info.data(), info.size() * sizeof info[0]),
         tokens(DType::F32, rows), last(DType::F32, rows);
-    cuda::sample(values.as<float>(), int(logits.shape(1)), parameters.as<cuda::SampleInfo>(), rows,
-                 tokens.as<int>(), last.as<int>(), nullptr);
+    const int vocab = int(logits.shape(1));
+    const std::vector<unsigned> zeros(rows, 0);
+    const DeviceArray parts(DType::U8, size_t(rows) * cuda::sample_pieces(vocab) * sizeof(cuda::SamplePart)),
+        counters(zeros.data(), zeros.size() * 4);
+    cuda::sample(values.as<float>(), vocab, parameters.as<cuda::SampleInfo>(), rows, tokens.as<int>(),
+                 last.as<int>(), {parts.as<cuda::SamplePart>(), counters.as<unsigned>()}, nullptr);
     std::vector<int> result(rows);
     tokens.read_bytes(reinterpret_cast<uint8_t*>(result.data()));
     return result;
@@ -272,11 +389,18 @@ void register_kernels_cuda(py::module_& parent) {
           py::arg("out_dtype"));
     m.def("w4_linear", &w4_linear, py::arg("x"), py::arg("codes"), py::arg("scales"), py::arg("zeros"),
           py::arg("n"), py::arg("k"), py::arg("bias") = none, py::arg("dtype"), py::arg("scale_dtype"),
-          py::arg("out_dtype"), py::arg("way") = "");
+          py::arg("out_dtype"), py::arg("way") = "", py::arg("plan") = py::none());
+    m.def("w4_chain", &w4_chain, py::arg("x"), py::arg("codes"), py::arg("scales"), py::arg("count"),
+          py::arg("dtype"), py::arg("overlap"));
     m.def("attention", &attention, py::arg("qkv"), py::arg("num_heads"), py::arg("num_kv_heads"),
           py::arg("head_dim"), py::arg("context"), py::arg("block_len") = 64, py::arg("quant_policy") = 0,
           py::arg("cache_dtype"), py::arg("dtype"), py::arg("inv_freq") = std::vector<float>(),
           py::arg("chunk") = 1 << 20);
+    m.def("attention_batch", &attention_batch, py::arg("qkvs"), py::arg("lengths"), py::arg("num_heads"),
+          py::arg("num_kv_heads"), py::arg("head_dim"), py::arg("quant_policy") = 0, py::arg("cache_dtype"),
+          py::arg("dtype"));
+    m.def("decode_ranges", &decode_ranges, py::arg("keys"), py::arg("num_heads"), py::arg("num_kv_heads"),
+          py::arg("bits"), py::arg("multiprocessors"), py::arg("padding") = 0);
     m.def("kv_write", &kv_write, py::arg("x"), py::arg("bits"));
     m.def("sample", &sample, py::arg("logits"), py::arg("temperature"), py::arg("top_k"), py::arg("top_p"),
           py::arg("seed"), py::arg("position"));

@@ -35,7 +35,11 @@ def main() -> None:
     if "copy" in sections:
         results["copy_bytes_per_second"] = _core.kernels_cuda.bench_copy()
     if "linears" in sections:
-        results["linears"] = {d: kernels.linears(d, arguments.repeats) for d in arguments.dtypes.split(",")}
+        results["linears"] = {
+            dtype + (", overlapping" if overlap else ""): kernels.linears(dtype, arguments.repeats, overlap)
+            for dtype in arguments.dtypes.split(",")
+            for overlap in (False, True)
+        }
     if "decodes" in sections:
         results["decodes"] = kernels.decodes("float16", arguments.repeats)
     if "prompts" in sections:

@@ -38,21 +38,69 @@ def check_linear(dtype: str) -> float:
     return worst
 
 
-def linears(dtype: str, repeats: int) -> list[dict[str, Any]]:
-    """Microseconds of 4-bit group-128 linears [{"N", "K", "M", "us", "floor_us"}]."""
+def linears(dtype: str, repeats: int, overlap: bool = False) -> list[dict[str, Any]]:
+    """Microseconds of 4-bit group-128 linears [{"N", "K", "M", "us", "floor_us"}].
+
+    `overlap`: by programmatic dependent launch, a kernel's weights begin to arrive while the one before ends.
+    """
     check_linear(dtype)
     rows = []
     for m in ROWS:
         for n, k in SHAPES:
-            us = _core.kernels_cuda.bench_linear(n, k, m, 128, dtype, repeats=repeats)
+            us = _core.kernels_cuda.bench_linear(n, k, m, 128, dtype, overlap=overlap, repeats=repeats)
             moved = n * k / 2 + n * k / 64 + 2 * m * (n + k)
             floor = max(moved / BANDWIDTH, 2.0 * m * n * k / FLOPS) * 1e6
             rows.append({"N": n, "K": k, "M": m, "us": round(us, 2), "floor_us": round(floor, 2)})
     return rows
 
 
+def check_decodes(dtype: str) -> float:
+    """Relative error of decode attention in each format that is timed, against fp64 on the cached values."""
+    rng = np.random.default_rng()
+    heads, kv_heads, dim, lengths, worst = 32, 8, 128, (700, 3, 129, 64), 0.0
+    # Multiples of 1/16 below 4: exact in every type.
+    qkvs = [
+        (rng.integers(-63, 64, (t, (heads + 2 * kv_heads) * dim)) / 16).astype(np.float32) for t in lengths
+    ]
+    for policy in (0, 8, 4):
+        out = _core.kernels_cuda.attention_batch(
+            qkvs,
+            [1] * len(lengths),
+            heads,
+            kv_heads,
+            dim,
+            quant_policy=policy,
+            cache_dtype=dtype,
+            dtype=dtype,
+        )
+        for row, qkv in zip(out, qkvs, strict=True):
+            q, k, v = np.split(qkv.reshape(len(qkv), -1, dim), [heads, heads + kv_heads], 1)
+            if policy:
+                k, v = _stored(k, policy), _stored(v, policy)
+            k, v = (x.repeat(heads // kv_heads, 1).astype(np.float64) for x in (k, v))
+            scores = np.einsum("hd,thd->ht", q[-1], k) / np.sqrt(dim)
+            p = np.exp(scores - scores.max(1, keepdims=True))
+            expected = np.einsum("ht,thd->hd", p / p.sum(1, keepdims=True), v).ravel()
+            worst = max(worst, float(np.linalg.norm(row - expected) / np.linalg.norm(expected)))
+    if not worst < {"float16": 2e-3, "bfloat16": 1.6e-2}[dtype]:
+        raise RuntimeError(f"{dtype} decode attention is off by {worst:.1e}: its speed means nothing")
+    return worst
+
+
+def _stored(x: np.ndarray, bits: int) -> np.ndarray:
+    """What a quantized cache gives back for heads [..., D]."""
+    low, high = x.min(-1, keepdims=True), x.max(-1, keepdims=True)
+    scale = ((high - low) / np.float32(2**bits - 1)).astype(np.float16).astype(np.float32)
+    zero = low.astype(np.float16).astype(np.float32)
+    return np.clip(np.floor((x - zero) / scale + np.float32(0.5)), 0, 2**bits - 1) * scale + zero
+
+
 def decodes(dtype: str, repeats: int) -> list[dict[str, Any]]:
-    """Microseconds of one layer's decode attention, 32 query and 8 KV heads of 128."""
+    """Microseconds of one layer's decode attention, 32 query and 8 KV heads of 128.
+
+    Up to 16 sequences, attention also rotates and caches the new tokens, as in an engine.
+    """
+    check_decodes(dtype)
     rows = []
     for policy, row_bytes in ((0, 256), (8, 132), (4, 68)):
         for batch, context in DECODES:

@@ -72,6 +72,7 @@ class EngineConfig:
     cache_block_count: int
     quant_policy: int  # 0, 8, 4
     cache_dtype: str  # "float32" | "float16" | "bfloat16", the KV cache under quant_policy 0
+    eager_mode: bool  # never record decode steps as CUDA graphs; cuda only
     def __init__(self, **fields: Any) -> None: ...
     def to_dict(self) -> dict[str, Any]: ...
 
@@ -112,6 +113,7 @@ class Metrics:
     total_blocks: int
     free_blocks: int
     steps: int
+    recorded_steps: int  # of those, repeated from a recording (CUDA graphs)
     prompt_tokens: int
     generated_tokens: int
     preemptions: int

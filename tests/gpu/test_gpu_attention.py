@@ -14,6 +14,8 @@ HEADS = [
     (3, 3, 96),
     (32, 8, 128),
     (20, 1, 64),
+    (16, 1, 64),
+    (12, 1, 128),
     (4, 2, 24),
     (2, 1, 256),
 ]
@@ -28,6 +30,8 @@ SPANS = [
     (129, 100, 29),
     (300, 256, 40),
     (700, 697, 1),
+    (133, 125, 4),
+    (141, 125, 1),
 ]
 
 
@@ -104,7 +108,10 @@ def stored(x: np.ndarray, bits: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize(("nq", "nkv", "d"), [(9, 3, 64), (32, 8, 128), (4, 2, 80), (3, 3, 96), (4, 2, 24)])
+@pytest.mark.parametrize(
+    ("nq", "nkv", "d"),
+    [(9, 3, 64), (32, 8, 128), (16, 1, 64), (12, 1, 128), (4, 2, 80), (3, 3, 96), (4, 2, 24)],
+)
 @pytest.mark.parametrize("bits", [8, 4])
 def test_quantized_cache_is_attention_over_what_it_stored(
     bits: int, nq: int, nkv: int, d: int, dtype: str
@@ -134,3 +141,108 @@ def test_a_cache_of_another_type_than_activations(dtype: str) -> None:
             )
             expected = reference(np.concatenate([qkv[:, : 8 * 64], kept[:, 8 * 64 :]], 1), 8, 2, 64, context)
             gpu_tolerance.assert_close(out, expected, gpu_tolerance.ATTENTION[dtype])
+
+
+# Tokens of a batch's sequences, and how many of them are new: one long beside many short, all alike, borders
+# of the units of 64 keys, several new tokens, prompts beside decodes.
+BATCHES = {
+    "uneven": ([1900, 1, 3, 64, 65, 700, 129, 2], [1] * 8),
+    "even": ([256] * 9, [1] * 9),
+    "alone": ([1500], [1]),
+    "many": ([1 + 37 * i for i in range(19)], [1] * 19),
+    "borders": ([63, 64, 65, 127, 128, 129, 191, 192, 193], [1] * 9),
+    "several": ([300, 70, 41, 5], [4, 2, 1, 3]),
+    "mixed": ([500, 90, 400, 33], [1, 90, 1, 20]),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(("nq", "nkv", "d"), [(32, 8, 128), (8, 2, 64), (16, 1, 128)])
+@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("name", BATCHES)
+def test_sequences_of_a_batch_do_not_meet(
+    name: str, bits: int, nq: int, nkv: int, d: int, dtype: str
+) -> None:
+    """Ranges of keys that blocks take end within sequences, and their parts are merged."""
+    tokens, lengths = BATCHES[name]
+    qkvs = [case(t, nq, nkv, d, dtype) for t in tokens]
+    out = _core.kernels_cuda.attention_batch(
+        qkvs, lengths, nq, nkv, d, quant_policy=0 if bits == 16 else bits, cache_dtype=dtype, dtype=dtype
+    )
+    bound = (gpu_tolerance.ATTENTION if bits == 16 else gpu_tolerance.ATTENTION_QUANTIZED)[dtype]
+    row = 0
+    for qkv, length in zip(qkvs, lengths, strict=True):
+        if bits < 16:
+            heads = np.ascontiguousarray(qkv[:, nq * d :].reshape(-1, d))
+            qkv = np.concatenate([qkv[:, : nq * d], stored(heads, bits).reshape(len(qkv), -1)], 1)
+        expected = reference(qkv, nq, nkv, d, len(qkv) - length)
+        gpu_tolerance.assert_close(out[row : row + length], expected, bound)
+        row += length
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(("key_size", "value_size"), [(1, 1e-3), (1, 30), (1e-2, 1), (20, 1)])
+def test_quantized_sizes(key_size: float, value_size: float, bits: int, dtype: str) -> None:
+    """Values far from 1 keep their precision, and scores far from 0 their order."""
+    nq, nkv, d, tokens = 8, 2, 128, 400
+    qkv = case(tokens, nq, nkv, d, dtype).reshape(tokens, nq + 2 * nkv, d)
+    qkv[:, nq : nq + nkv] *= key_size
+    qkv[:, nq + nkv :] *= value_size * np.exp2(np.random.default_rng().integers(-6, 7, (tokens, 1, 1)))
+    qkv = gpu_tolerance.rounded(qkv.reshape(tokens, -1), dtype)
+    heads = np.ascontiguousarray(qkv[:, nq * d :].reshape(-1, d))
+    expected = np.concatenate([qkv[:, : nq * d], stored(heads, bits).reshape(tokens, -1)], 1)
+    out = _core.kernels_cuda.attention(
+        qkv, nq, nkv, d, tokens - 1, quant_policy=bits, cache_dtype="float16", dtype=dtype
+    )
+    gpu_tolerance.assert_close(
+        out, reference(expected, nq, nkv, d, tokens - 1), gpu_tolerance.ATTENTION_QUANTIZED[dtype]
+    )
+
+
+def test_attention_gives_the_same_bits_every_time() -> None:
+    """Parts of a sequence are merged in order, whichever block arrives last."""
+    tokens, lengths = BATCHES["uneven"]
+    qkvs = [case(t, 32, 8, 128, "float16") for t in tokens]
+    runs = [
+        _core.kernels_cuda.attention_batch(
+            qkvs, lengths, 32, 8, 128, quant_policy=8, cache_dtype="float16", dtype="float16"
+        )
+        for _ in range(4)
+    ]
+    for run in runs[1:]:
+        np.testing.assert_array_equal(run, runs[0])
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("nkv", [1, 2, 8])
+def test_ranges_cover_every_key_once(nkv: int, bits: int) -> None:
+    """Blocks and the merges of their parts, as the kernel derives them from what the host cut."""
+    rng = np.random.default_rng()
+    for count in (1, 2, 16, 64, 300):
+        keys = rng.integers(1, rng.choice([200, 3000, 30000]), count).tolist()
+        firsts, ranges = _core.kernels_cuda.decode_ranges(keys, 4 * nkv, nkv, bits, 132, padding=3)
+        units = firsts[-1]
+        assert units == sum(-(-k // 64) for k in keys)
+        seen = np.zeros(units * nkv, int)
+        arrived: dict[int, list[int]] = {}
+        for block, (begin, end, head, entry, pair_begin, pair_end, share, first, parts) in enumerate(ranges):
+            at = begin
+            while at < end:
+                assert pair_begin == head * units + firsts[entry] <= at
+                assert pair_end == head * units + firsts[entry + 1]
+                until = min(end, pair_end)
+                seen[at:until] += 1
+                if at > pair_begin or until < pair_end:
+                    of = (pair_begin // share, -(-pair_end // share)) if share else (first, first + parts)
+                    assert of[0] <= block < of[1] <= of[0] + 130
+                    assert (block == of[0]) == (at == pair_begin)
+                    arrived.setdefault(pair_begin, [of[1] - of[0]]).append(block)
+                at = pair_begin = until
+                while at < end and pair_end == pair_begin:
+                    head, entry = (head, entry + 1) if entry + 2 < len(firsts) else (head + 1, 0)
+                    pair_end = pair_begin + firsts[entry + 1] - firsts[entry]
+        assert (seen == 1).all()
+        assert all(len(set(blocks)) == parts for parts, *blocks in arrived.values())
+        longest = max(end - begin for begin, end, *_ in ranges)
+        assert longest <= max(8, 1.1 * len(seen) / len(ranges) + 3, units / 128 + 2)

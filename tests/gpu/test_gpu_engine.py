@@ -109,7 +109,7 @@ def test_quantized_cache_equals_the_cpu_backend(policy: int, shared: tuple[Any, 
         expected = engine.logits(ids)
     for budget in (512, 33):
         with gpu(store, quant_policy=policy, max_prefill_token_num=budget) as engine:
-            assert np.quantile(np.abs(engine.logits(ids) - expected), 0.99) < 2e-3
+            assert np.quantile(np.abs(engine.logits(ids) - expected), 0.99) < 6e-3
 
 
 @pytest.mark.parametrize(("policy", "bound"), [(8, 0.03), (4, 0.3)])
@@ -132,6 +132,39 @@ def test_long_contexts_split_their_keys(half: tuple[Any, Any]) -> None:
         together = [engine.tokens(r) for r in [engine.submit(p, 30) for p in prompts]]
     for p, tokens in zip(prompts, together, strict=True):
         assert_greedy(model, p, tokens, 0.05)
+
+
+@pytest.mark.parametrize("policy", [0, 8, 4])
+def test_recorded_steps_give_the_same_tokens(policy: int, half: tuple[Any, Any]) -> None:
+    """As CUDA graphs and call by call, while the batch grows, shrinks and mixes with prompts."""
+    _, store = half
+    prompts = [prompt(3 + 17 * (i % 7), seed=i) for i in range(20)]
+    texts, recorded = [], []
+    for eager in (False, True):
+        config = {"cache_dtype": "float16", "quant_policy": policy, "cache_block_count": 256}
+        with gpu(store, eager_mode=eager, max_batch_size=24, **config) as engine:
+            alone = engine.generate(prompts[0], 40)
+            requests = [
+                engine.submit(p, 5 + 4 * i, temperature=0.0 if i % 2 else 0.9, top_k=20, seed=i)
+                for i, p in enumerate(prompts)
+            ]
+            texts.append([alone, *(engine.tokens(r) for r in requests)])
+            recorded.append(engine.engine.metrics().recorded_steps)
+    assert texts[0] == texts[1]
+    assert [len(t) for t in texts[0]] == [40, *(5 + 4 * i for i in range(20))]
+    assert recorded[0] > 60
+    assert recorded[1] == 0
+
+
+def test_the_next_step_is_issued_while_one_runs(half: tuple[Any, Any]) -> None:
+    """Steps in flight share pinned buffers in turn: many short requests at once keep their own tokens."""
+    model, store = half
+    prompts = [prompt(2 + i % 5, seed=i) for i in range(60)]
+    with gpu(store, cache_dtype="float16", max_batch_size=7) as engine:
+        texts = [engine.tokens(r) for r in [engine.submit(p, 1 + i % 4) for i, p in enumerate(prompts)]]
+    for i, (p, text) in enumerate(zip(prompts, texts, strict=True)):
+        assert len(text) == 1 + i % 4
+        assert_greedy(model, p, text, 0.05)
 
 
 def test_preemption_changes_no_text(shared: tuple[Any, Any]) -> None:

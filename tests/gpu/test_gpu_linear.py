@@ -1,3 +1,5 @@
+"""Linears against fp64 references: dense, and every way in which a 4-bit weight is multiplied."""
+
 from __future__ import annotations
 
 import gpu_tolerance
@@ -85,6 +87,134 @@ def test_w4_as_dense(n: int, k: int, group: int, symmetric: bool, dtype: str) ->
         )
         # Weights are rounded too.
         gpu_tolerance.assert_close(y, x.astype(np.float64) @ w.T, 2 * gpu_tolerance.OUTPUT[dtype])
+
+
+FUSED_CASES = [
+    (15, 64, 32),
+    (65, 128, 32),
+    (80, 192, 64),
+    (200, 320, 320),
+    (16, 40, 64),
+    (333, 1088, 32),
+    (520, 1088, 64),
+    (256, 2048, 128),
+]
+
+
+@pytest.fixture
+def fused() -> list[tuple[int, int, int]]:
+    """The fused kernels (warpgroups, tokens, blocks), where there are any."""
+    if not _core.kernels_cuda.w4_fused_runs():
+        pytest.skip("needs a GPU of capability 9.0 and machine code for 90a")
+    return _core.kernels_cuda.w4_kernels()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize(("n", "k", "group"), FUSED_CASES)
+def test_w4_fused(fused: list, n: int, k: int, group: int, symmetric: bool, dtype: str) -> None:
+    """Every kernel and several splits of K, rows around its tile."""
+    rng = np.random.default_rng()
+    unrounded, stored = w4_case(n, k, group, symmetric, dtype)
+    w = gpu_tolerance.rounded(unrounded, dtype).astype(np.float64)
+    bias = rng.standard_normal(n).astype(np.float32)
+    for number, (warpgroups, tokens, blocks) in enumerate(fused):
+        most = min(8, -(-k // 128))
+        for splits in {1, min(most, 2 + number % 7)}:
+            for rows in {1, tokens, tokens + 1}:
+                x = gpu_tolerance.rounded(rng.standard_normal((rows, k)), dtype)
+                out = dtype if (number + splits + rows) % 2 else "float32"
+                y = _core.kernels_cuda.w4_linear(
+                    x,
+                    *stored,
+                    n,
+                    k,
+                    bias,
+                    dtype=dtype,
+                    scale_dtype=dtype,
+                    out_dtype=out,
+                    way="fused",
+                    plan=(warpgroups, tokens, blocks, splits),
+                )
+                # Kernels of up to 16 tokens round no weight; tensor cores add a little less exactly.
+                exact = unrounded if tokens <= 16 else w
+                bound = max(gpu_tolerance.OUTPUT[out], 1e-5)
+                gpu_tolerance.assert_close(y, x.astype(np.float64) @ exact.T + bias, bound)
+
+
+def test_w4_fused_takes_the_engines_choice(fused: list) -> None:
+    """Whatever the table or the estimate says for a shape runs, at any number of rows."""
+    rng = np.random.default_rng()
+    for n, k in ((64, 64), (4096, 256), (576, 576), (49152, 128)):
+        w, stored = w4_case(n, k, 64, True, "float16")
+        w = gpu_tolerance.rounded(w, "float16").astype(np.float64)
+        for rows in (1, 5, 16, 17, 48, 100, 300, 700):
+            x = gpu_tolerance.rounded(rng.standard_normal((rows, k)), "float16")
+            y = _core.kernels_cuda.w4_linear(
+                x, *stored, n, k, dtype="float16", scale_dtype="float16", out_dtype="float16"
+            )
+            gpu_tolerance.assert_close(y, x.astype(np.float64) @ w.T, gpu_tolerance.OUTPUT["float16"])
+
+
+def test_w4_fused_rows_do_not_depend_on_each_other(fused: list) -> None:
+    """With one plan, a row's result is the same bits whatever lies beside it, every time."""
+    _, stored = w4_case(256, 4096, 128, True, "float16")
+    rng = np.random.default_rng()
+    x = gpu_tolerance.rounded(rng.standard_normal((20, 4096)), "float16")
+    other = gpu_tolerance.rounded(rng.standard_normal((20, 4096)), "float16")
+    other[7] = x[7]
+
+    def run(x: np.ndarray) -> np.ndarray:
+        return _core.kernels_cuda.w4_linear(
+            x,
+            *stored,
+            256,
+            4096,
+            dtype="float16",
+            scale_dtype="float16",
+            out_dtype="float32",
+            way="fused",
+            plan=(2, 32, 2, 8),
+        )
+
+    first = run(x)
+    np.testing.assert_array_equal(run(other)[7], first[7])
+    for _ in range(5):
+        np.testing.assert_array_equal(run(x), first)
+
+
+def test_w4_fused_overlapping_launches_wait_for_their_input(fused: list) -> None:
+    """Programmatic dependent launch changes when weights are read, and nothing else."""
+    rng = np.random.default_rng()
+    low, high = rng.integers(1, 16, (2, 32, 32, 4, 32, 16), np.uint8)  # of mean 8: nothing grows
+    codes = low | high << 4
+    scales = gpu_tolerance.bits(np.full((32, 16, 64), 2.0**-8, np.float32), "float16")
+    for rows in (1, 16, 40, 300):
+        x = gpu_tolerance.rounded(rng.standard_normal((rows, 2048)), "float16")
+        apart, over = (
+            _core.kernels_cuda.w4_chain(x, codes, scales, 12, dtype="float16", overlap=overlap)
+            for overlap in (False, True)
+        )
+        assert np.isfinite(apart).all()
+        assert np.abs(apart).max() > 0
+        np.testing.assert_array_equal(over, apart)
+
+
+def test_w4_fused_refuses_a_plan_without_a_kernel(fused: list) -> None:
+    _, stored = w4_case(64, 128, 64, True, "float16")
+    for plan in ((5, 8, 1, 1), (2, 8, 2, 9), (2, 8, 2, 3), (2, 8, 2, 0)):
+        with pytest.raises(ValueError, match="w4_fused"):
+            _core.kernels_cuda.w4_linear(
+                np.zeros((1, 128), np.float32),
+                *stored,
+                64,
+                128,
+                dtype="float16",
+                scale_dtype="float16",
+                out_dtype="float16",
+                way="fused",
+                plan=plan,
+            )
 
 
 @pytest.mark.parametrize(("dtype", "scale_dtype"), [("bfloat16", "float16"), ("float16", "bfloat16")])

@@ -137,7 +137,7 @@ def test_smoothing_changes_nothing_in_full_precision(name, tmp_path, without_rou
         work = LayerWork(
             index,
             decoder.load(index),
-            GridSpec(SCHEME, torch.float32),
+            lambda _name: GridSpec(SCHEME, torch.float32),
             int(run.arch.model_config(run.config)["head_dim"]),
             lambda _name: torch.float32,  # nothing is rounded
             run.arch.norm_offset,

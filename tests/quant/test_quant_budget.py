@@ -1,15 +1,19 @@
 """Mixed precision: sensitivities against the KL they stand for, the allocation against every other choice."""
 
 import itertools
+import json
 
 import pytest
 import torch
 from tiny_models import make_model
 
+from turbomill.calib_data import load_windows
 from turbomill.convert.checkpoint import open_checkpoint
-from turbomill.convert.linear import QuantScheme
+from turbomill.convert.linear import QuantLinear, QuantScheme
 from turbomill.convert.reference import load_dense_model
+from turbomill.convert.store.convert import convert_checkpoint
 from turbomill.errors import UsageError
+from turbomill.quant import QuantOptions, quantize
 from turbomill.quant.budget import Unit, allocate, candidates
 from turbomill.quant.decoder import StreamedDecoder
 from turbomill.quant.grid import GridSpec, searched_grid
@@ -116,3 +120,61 @@ def test_candidates_divide_every_linear_and_fit_the_budget():
         candidates(base, [576], 2.5)
     with pytest.raises(UsageError, match="no group"):
         candidates(base, [100], 4.5)
+
+
+def options_of(text_file, **changes):
+    fields = {"group": 32, "calib_dataset": str(text_file), "calib_samples": 8, "calib_seqlen": 64}
+    return QuantOptions(**{**fields, **changes})
+
+
+def test_a_budget_is_kept_in_the_checkpoint_and_spent_where_it_counts(tmp_path, text_file):
+    path = make_model(tmp_path / "m", torch.float16)
+    quantize(path, tmp_path / "mixed", "auto", options_of(text_file, budget=5.5))
+    checkpoint = open_checkpoint(tmp_path / "mixed")
+    bits, weights, schemes = 0.0, 0, set()
+    for prefix in checkpoint.arch.linear_prefixes(checkpoint.config):
+        linear = checkpoint.linear(prefix)
+        assert isinstance(linear, QuantLinear)
+        n = linear.codes.numel()
+        # As stored: codes, fp16 scales, and a zero of the codes' width for each group.
+        bits += n * linear.scheme.bits + linear.scales.numel() * (16 + linear.scheme.bits)
+        weights += n
+        schemes.add(linear.scheme.bits)
+    assert 5.2 < bits / weights <= 5.5 and schemes == {4, 8}
+    made = json.loads((tmp_path / "mixed" / "turbomill.json").read_text())
+    assert made["allocation"]["bits_per_weight"] == pytest.approx(bits / weights, abs=1e-3)
+    quantize(path, tmp_path / "plain", "auto", options_of(text_file))
+    ids = torch.randint(0, 256, (4, 64))
+    with torch.no_grad():
+        full, mixed, plain = (
+            load_dense_model(open_checkpoint(p))(ids).logits.log_softmax(-1)
+            for p in (path, tmp_path / "mixed", tmp_path / "plain")
+        )
+    kl_mixed, kl_plain = ((full.exp() * (full - other)).sum(-1).mean() for other in (mixed, plain))
+    assert kl_mixed < 0.7 * kl_plain
+    store = convert_checkpoint(tmp_path / "mixed", tmp_path / "store")
+    assert store.path.is_dir()
+
+
+def test_fused_linears_share_a_scheme(tmp_path, text_file):
+    quantize(make_model(tmp_path / "m"), tmp_path / "out", "gptq", options_of(text_file, budget=5.0))
+    checkpoint = open_checkpoint(tmp_path / "out")
+    for index in range(2):
+        prefix = checkpoint.arch.layer(index)
+        for fusion in checkpoint.arch.fusions:
+            assert len({checkpoint.linear(prefix + name).scheme for name in fusion.parts}) == 1
+
+
+def test_correcting_for_drift_lowers_the_kl(tmp_path, text_file):
+    path = make_model(tmp_path / "m", torch.float16, num_hidden_layers=4)
+    ids = load_windows(str(text_file), open_checkpoint(path).tokenizer(), 8, 64).ids
+    logits = []
+    for name, correct in (("with", True), ("without", False)):
+        quantize(path, tmp_path / name, "gptq", options_of(text_file, bits=3, correct=correct))
+        logits.append(tmp_path / name)
+    with torch.no_grad():
+        full, with_it, without = (
+            load_dense_model(open_checkpoint(p))(ids).logits.log_softmax(-1) for p in (path, *logits)
+        )
+    better, worse = ((full.exp() * (full - other)).sum(-1).mean() for other in (with_it, without))
+    assert better < 0.9 * worse

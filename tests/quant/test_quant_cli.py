@@ -31,6 +31,7 @@ def turbomill(monkeypatch, *args):
         ("auto-gptq", ("--w-group-size", 32, "--w-sym", "--batch_size", 2), "gptq", "w4g32sym"),
         ("rtn", ("--format", "compressed_tensors", "--w-bits", 6, "--w-group-size", 32), "rtn", "w6g32asym"),
         ("auto_gptq", ("--format", "gptq_v2", "--w-group-size", 32), "gptq", "w4g32asym"),
+        ("auto", (), "auto", "w4g64asym"),  # the largest group that divides K = 64 and 128
     ],
 )
 def test_quantizing_commands(monkeypatch, capsys, tiny, text_file, tmp_path, command, extra, method, scheme):
@@ -100,7 +101,14 @@ def test_calibrate_measures_what_the_model_computes(monkeypatch, capsys, tmp_pat
             1,
             "empty.txt: the file is empty",
         ),
-        (("rtn", "{m}", "--w-group-size", "0"), 2, "--w-group-size 0"),
+        (("rtn", "{m}", "--w-group-size", "-5"), 2, "--w-group-size -5"),
+        (("auto", "{m}", "--budget", "1.5"), 2, "--budget 1.5: expected bits per weight"),
+        (("auto", "{m}", "--budget", "3.1"), 2, "--budget 3.1: below the smallest scheme, w3g64asym"),
+        (
+            ("auto", "{m}", "--budget", "5", "--format", "gptq"),
+            2,
+            "--format gptq: --budget mixes schemes",
+        ),
         (("rtn", "/no/such/model"), 1, "/no/such/model"),
         (("calibrate", "{m}", "--calib-samples", "0"), 2, "--calib-samples 0"),
     ],

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -205,3 +206,27 @@ def test_infinities_that_cancel_are_found(tiny, text_file, tmp_path):
     edit(tiny, lambda tensors: tensors[name].view(-1)[:2].copy_(torch.tensor([float("inf"), float("-inf")])))
     with pytest.raises(CheckpointError, match=f"{name} holds 2 NaN or inf"):
         quantize(tiny, tmp_path / "out", "rtn", options_of(text_file))
+
+
+@pytest.mark.parametrize(
+    ("method", "form"), [("rtn", "gptq"), ("awq", "awq"), ("gptq", "compressed-tensors"), ("gptq", "gptq_v2")]
+)
+def test_one_group_for_all_of_k(tiny, text_file, tmp_path, method, form):
+    """Group -1: a scale for each output channel, whatever K is; every format holds it, and it converts."""
+    options = options_of(text_file, group=-1, format=form)
+    quantize(tiny, tmp_path / "out", method, options)
+    checkpoint = open_checkpoint(tmp_path / "out")
+    assert checkpoint.scheme.group == -1
+    source = load_file(tiny / "model.safetensors")
+    for name, k in (("mlp.down_proj", 128), ("self_attn.q_proj", 64)):
+        full = f"model.layers.1.{name}"
+        linear = checkpoint.linear(full)
+        assert linear.scheme.group == k and linear.scales.shape[0] == 1
+        whole = replace(options, group=k)  # how the reader of AWQ is told
+        assert torch.equal(decode(tmp_path / "out", full, whole).half(), linear.dequantize().half())
+        if method == "rtn":
+            weight = source[f"{full}.weight"].float()
+            assert (linear.dequantize() - weight).abs().max() <= linear.scales.float().max() * 0.51
+    store = convert_checkpoint(tmp_path / "out", tmp_path / "store")
+    down = checkpoint.linear("model.layers.1.mlp.down_proj").dequantize()
+    assert torch.equal(store.linear("layers.1.w_down").dequantize(), down)

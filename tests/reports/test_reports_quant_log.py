@@ -11,7 +11,7 @@ from turbomill.reports.quant_log import is_quantization, load_quantization
 from turbomill.reports.render import write_report
 
 ROWS = [
-    LayerRow(0, "self_attn.q_proj", "gptq", 0.011, 0.04, 0.0123456, False, 1.25, 4096),
+    LayerRow(0, "self_attn.q_proj", "gptq", 0.011, 0.04, 0.0123456, False, 1.25, 4096, "w4g64asym"),
     LayerRow(0, "mlp.experts.3.up_proj", "rtn", 0.012, None, None, True, 0.5, 7),
     LayerRow(1, "mlp.down_proj", "rtn", 0.013, 0.05, 0.05, True, 2.0, 4096),
 ]
@@ -41,8 +41,8 @@ def test_every_row_comes_back(work_dir):
 def test_the_report_has_the_table(work_dir):
     html, markdown = write_report([load_quantization(work_dir)], work_dir / "report.html")
     page, text = html.read_text(), markdown.read_text()
-    for row in ("| 0 self_attn.q_proj | gptq | 0.040000 | 0.012346 | 0.011000 | 4,096 | 1.25 |",
-                "| 0 mlp.experts.3.up_proj | rtn, fell back | - | - | 0.012000 | 7 | 0.50 |"):  # fmt: skip
+    for row in ("| 0 self_attn.q_proj | w4g64asym | gptq | 0.040000 | 0.012346 | 0.011000 | 4,096 | 1.25 |",
+                "| 0 mlp.experts.3.up_proj | - | rtn, fell back | - | - | 0.012000 | 7 | 0.50 |"):  # fmt: skip
         assert row in text
     assert "gptq: 3 linears in 12.5 s" in text and "2 fell back to rounding" in text
     assert "1 mlp.down_proj" in page and "turbomill lite auto_gptq m" in page

@@ -11,6 +11,8 @@ namespace turbomill::cuda {
 namespace {
 
 constexpr int kMaxHeadDim = 256;
+// Decodes up to which attention rotates and caches their tokens: a launch less counts for more than the work.
+constexpr int kFewTokens = 16;
 
 class DeviceBuffer : public Buffer {
   public:
@@ -59,6 +61,16 @@ int multiprocessors(int device) {
     return count;
 }
 
+AttentionKernels choose_attention(DType type, const CacheView& cache) {
+    if (!attention_tensor_fits(type, cache)) return AttentionKernels::Any;
+    return attention_decode_fits(type, cache) ? AttentionKernels::Decode : AttentionKernels::Tensor;
+}
+
+// Sequences that hold a slot: one that just finished may still be in flight while its successor starts.
+int most_slots(const EngineConfig& config) {
+    return 2 * config.max_batch_size;
+}
+
 }  // namespace
 
 Stream::Stream() {
@@ -67,6 +79,14 @@ Stream::Stream() {
 
 Stream::~Stream() {
     cudaStreamDestroy(stream_);
+}
+
+Event::Event() {
+    check(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming), "creating an event");
+}
+
+Event::~Event() {
+    cudaEventDestroy(event_);
 }
 
 CudaBackend::CudaBackend(const ModelConfig& model, const EngineConfig& config, const Weights& weights,
@@ -81,25 +101,32 @@ CudaBackend::CudaBackend(const ModelConfig& model, const EngineConfig& config, c
       cache_bytes_(layout_.block_bytes * config.cache_block_count, "the KV cache",
                    "lower cache_max_entry_count, or use quant_policy 8 or 4"),
       cache_(view_of(layout_, cache_bytes_.as<uint8_t>())),
-      tensor_attention_(attention_tensor_fits(type_, cache_)),
-      step_(config, {model, tensor_attention_, multiprocessors(device_)}),
-      // A sequence that just finished may still be in flight while its successor starts: twice the batch.
-      last_token_(2 * size_t(config.max_batch_size) * 4, "the last tokens", "lower max_batch_size"),
-      logit_rows_(2 * config.max_batch_size),
+      attention_kernels_(choose_attention(type_, cache_)),
+      multiprocessors_(multiprocessors(device_)),
+      rope_half_(int(inv_freq.size())),
+      step_(config, {model, attention_kernels_, cache_.bits, multiprocessors_}, most_slots(config)),
+      last_token_((size_t(most_slots(config)) + 1) * 4, "the last tokens", "lower max_batch_size"),
+      logit_rows_(most_slots(config)),
       normed_(size_t(logit_rows_) * model.hidden_size * dtype_bytes(type_), "the final norm",
               "lower max_batch_size"),
       logits_(size_t(logit_rows_) * model.vocab_size * 4, "the logits", "lower max_batch_size"),
+      sample_parts_(size_t(logit_rows_) * sample_pieces(model.vocab_size) * sizeof(SamplePart),
+                    "the sampler's workspace", "lower max_batch_size"),
+      sample_counters_(size_t(logit_rows_) * 4, "the sampler's counters", "lower max_batch_size"),
       tokens_(size_t(logit_rows_) * 4, "the samples", "lower max_batch_size"),
-      host_tokens_(size_t(logit_rows_) * 4) {
+      host_tokens_{PinnedMemory(size_t(logit_rows_) * 4), PinnedMemory(size_t(logit_rows_) * 4)} {
     make_rope_table(inv_freq);
-    const size_t slots =
-        TilePlanner(model, tensor_attention_, multiprocessors(device_)).slots() * model.num_kv_heads;
+    const size_t slots = attention_kernels_ == AttentionKernels::Decode
+                             ? 2 * size_t(kMostDecodeRanges) * multiprocessors_
+                             : TilePlanner(model, attention_kernels_, cache_.bits, multiprocessors_).slots() *
+                                   model.num_kv_heads;
     parts_ = DeviceMemory(slots * kQueryRows * (model.head_dim + 2) * 4, "attention's partial results",
                           "lower cache_max_entry_count");
     part_counters_ = DeviceMemory(slots * 4, "attention's counters", "lower cache_max_entry_count");
     if (slots) {
         check(cudaMemsetAsync(part_counters_.as(), 0, part_counters_.bytes(), stream_), "clearing counters");
     }
+    check(cudaMemsetAsync(sample_counters_.as(), 0, sample_counters_.bytes(), stream_), "clearing counters");
     std::vector<int> numbers(config.max_step_tokens());
     std::iota(numbers.begin(), numbers.end(), 0);
     row_numbers_ = upload(numbers, "row numbers", stream_);
@@ -137,20 +164,54 @@ std::unique_ptr<Buffer> CudaBackend::allocate_residual(int rows, int columns) {
     return std::make_unique<DeviceBuffer>(size_t(rows) * columns * 4);
 }
 
+bool CudaBackend::recordable(const BatchData& batch) const {
+    if (attention_kernels_ != AttentionKernels::Decode || model_.group() > kQueryRows) return false;
+    return int(batch.slices.size()) <= config_.max_batch_size &&
+           std::all_of(batch.slices.begin(), batch.slices.end(),
+                       [](const Slice& s) { return s.length == 1 && s.sample && !s.return_logits; });
+}
+
+bool CudaBackend::fuses_rope(const BatchData& batch) const {
+    return recordable(batch) && int(batch.slices.size()) <= kFewTokens && 2 * rope_half_ == model_.head_dim;
+}
+
 void CudaBackend::begin_step(const BatchData& batch) {
     check(cudaSetDevice(device_), "choosing the GPU");  // current per thread
-    finishing_ = nullptr;
-    step_.send(batch, stream_);
+    const int count = int(batch.slices.size());
+    rope_fused_ = fuses_rope(batch);
+    // Padded whether it is recorded or not, so that both give the same bits.
+    step_.send(batch, recordable(batch) ? padded_rows(count, config_.max_batch_size) - count : 0, stream_);
+}
+
+void CudaBackend::run(BatchData& batch, const std::function<void()>& calls) {
+    batch.samples.assign(batch.slices.size(), {});
+    batch.logits.assign(batch.slices.size(), {});
+    if (!config_.eager_mode && recordable(batch)) {
+        batch.recorded = graphs_.run(step_.tokens, calls, stream_);
+    } else {
+        calls();
+    }
+    check(cudaMemcpyAsync(host_tokens_[side_].as(), tokens_.as(), step_.sampled.size() * 4,
+                          cudaMemcpyDeviceToHost, stream_),
+          "copying samples");
+    check(cudaEventRecord(done_[side_], stream_), "marking a step's end");
+    issued_.push_back({&batch, step_.sampled, side_});
+    side_ ^= 1;
+}
+
+bool CudaBackend::ready() {
+    return issued_.empty() || cudaEventQuery(done_[issued_.front().side]) != cudaErrorNotReady;
 }
 
 void CudaBackend::synchronize() {
-    check(cudaStreamSynchronize(stream_), "running a step");
-    if (!finishing_) return;
-    for (size_t i = 0; i < step_.sampled.size(); ++i) {
-        const int token = host_tokens_.as<int>()[i];
-        finishing_->samples[step_.sampled[i]] = {token, token >= 0};
+    if (issued_.empty()) return check(cudaStreamSynchronize(stream_), "running a step");
+    const Issued step = std::move(issued_.front());
+    issued_.pop_front();
+    check(cudaEventSynchronize(done_[step.side]), "running a step");
+    for (size_t i = 0; i < step.sampled.size(); ++i) {
+        const int token = host_tokens_[step.side].as<int>()[i];
+        step.batch->samples[step.sampled[i]] = {token, token >= 0};
     }
-    finishing_ = nullptr;
 }
 
 void CudaBackend::embed(Buffer& x) {
@@ -177,9 +238,9 @@ void CudaBackend::linear(const Linear& w, Buffer& x, Buffer& y) {
 }
 
 void CudaBackend::rope_and_cache(int layer, Buffer& qkv) {
-    const int half = int(cos_.bytes() / 4 / config_.session_len);
+    if (rope_fused_) return;  // attention() does it
     cuda::rope_and_cache(type_,
-                         {qkv.data(), cos_.as<float>(), sin_.as<float>(), half, step_.positions(),
+                         {qkv.data(), cos_.as<float>(), sin_.as<float>(), rope_half_, step_.positions(),
                           step_.row_slice(), step_.slices(), step_.blocks(), step_.tokens, model_.num_heads},
                          cache_, layer, stream_);
 }
@@ -189,10 +250,23 @@ void CudaBackend::attention(int layer, Buffer& qkv, Buffer& out) {
         return AttentionArgs{qkv.data(), out.data(), step_.slices(),  step_.blocks(),
                              tiles,      count,      model_.num_heads};
     };
-    const AttentionArgs decodes = args(step_.decodes(), step_.decode_tiles);
-    if (!tensor_attention_) return attention_any(type_, decodes, cache_, layer, stream_);
     const AttentionParts parts{parts_.as<float>(), part_counters_.as<unsigned>()};
-    attention_tensor(type_, decodes, parts, kQueryRows, cache_, layer, stream_);
+    switch (attention_kernels_) {
+        case AttentionKernels::Any:
+            return attention_any(type_, args(step_.decodes(), step_.decode_tiles), cache_, layer, stream_);
+        case AttentionKernels::Tensor:
+            attention_tensor(type_, args(step_.decodes(), step_.decode_tiles), parts, kQueryRows, cache_,
+                             layer, stream_);
+            break;
+        case AttentionKernels::Decode:
+            attention_decode(
+                type_,
+                {qkv.data(), out.data(), step_.ranges(), step_.entries(), step_.blocks(), step_.decode_ranges,
+                 step_.decode_entries, step_.decode_rows, model_.num_heads,
+                 rope_fused_ ? cos_.as<float>() : nullptr, rope_fused_ ? sin_.as<float>() : nullptr},
+                parts, cache_, layer, stream_);
+            break;
+    }
     attention_tensor(type_, args(step_.prompts(), step_.prompt_tiles), parts, kPromptRows, cache_, layer,
                      stream_);
 }
@@ -222,14 +296,11 @@ void CudaBackend::copy_logits(Buffer& delta, Buffer& x, const float* norm, const
 
 void CudaBackend::finish(Buffer& delta, Buffer& x, const std::vector<float>& norm, const Linear& head,
                          BatchData& batch) {
-    batch.samples.assign(batch.slices.size(), {});
-    batch.logits.assign(batch.slices.size(), {});
     const DeviceLinear output = device_view(head, weights_);
     const float* weight = weights_.at(norm);
     for (int i = 0; i < int(batch.slices.size()); ++i)
         if (batch.slices[i].return_logits) copy_logits(delta, x, weight, output, i, batch);
-    finishing_ = &batch;
-    const int count = int(step_.sampled.size());
+    const int count = step_.sample_count;
     if (count == 0) return;
     cuda::rms_norm(type_,
                    {static_cast<float*>(x.data()), delta.data(), step_.sampled_rows(), false, weight,
@@ -237,10 +308,7 @@ void CudaBackend::finish(Buffer& delta, Buffer& x, const std::vector<float>& nor
                    stream_);
     linear_(output, normed_.as(), count, logits_.as(), DType::F32);
     sample(logits_.as<float>(), model_.vocab_size, step_.samples(), count, tokens_.as<int>(),
-           last_token_.as<int>(), stream_);
-    check(
-        cudaMemcpyAsync(host_tokens_.as(), tokens_.as(), size_t(count) * 4, cudaMemcpyDeviceToHost, stream_),
-        "copying samples");
+           last_token_.as<int>(), {sample_parts_.as<SamplePart>(), sample_counters_.as<unsigned>()}, stream_);
 }
 
 }  // namespace turbomill::cuda

@@ -2,6 +2,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include <deque>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -9,6 +11,7 @@
 #include "kernels/backend.h"
 #include "kernels/cache_layout.h"
 #include "kernels/cuda/device_weights.h"
+#include "kernels/cuda/graphs.h"
 #include "kernels/cuda/launch.h"
 #include "kernels/cuda/linear.h"
 #include "kernels/cuda/memory.h"
@@ -28,9 +31,22 @@ class Stream {
     cudaStream_t stream_ = nullptr;
 };
 
-// Activations in the model's type, the residual and every sum in fp32. Everything is queued on one stream;
-// the host waits once a step, in synchronize(). Nothing is allocated on the device after the constructor and
-// the decoder's allocate() calls, except by steps that return logits.
+class Event {
+  public:
+    Event();
+    ~Event();
+    Event(const Event&) = delete;
+    Event& operator=(const Event&) = delete;
+    operator cudaEvent_t() const { return event_; }
+
+  private:
+    cudaEvent_t event_ = nullptr;
+};
+
+// Activations in the model's type, the residual and every sum in fp32. Everything is queued on one stream,
+// one step behind the other; the host waits in synchronize() alone. Steps of decodes alone are padded to few
+// numbers of rows and recorded (StepGraphs). Nothing is allocated on the device after the constructor and the
+// decoder's allocate() calls, except by steps that return logits and by recording.
 class CudaBackend : public Backend {
   public:
     // `inv_freq` [D/2]: rotary frequencies. Copies the weights, which the caller keeps: they name the copies.
@@ -42,6 +58,8 @@ class CudaBackend : public Backend {
     std::unique_ptr<Buffer> allocate_residual(int rows, int columns) override;
     void set_embedding(const Linear& table) override { embedding_ = weights_.at(table.dense); }
     void begin_step(const BatchData& batch) override;
+    void run(BatchData& batch, const std::function<void()>& calls) override;
+    bool ready() override;
     void synchronize() override;
     void embed(Buffer& x) override;
     void rms_norm(Buffer& x, const std::vector<float>& weight, Buffer& y) override;
@@ -57,6 +75,18 @@ class CudaBackend : public Backend {
     cudaStream_t stream() const { return stream_; }
 
   private:
+    // A step whose results the host does not have yet.
+    struct Issued {
+        BatchData* batch;
+        std::vector<int> sampled;  // its slices that want a token
+        int side;
+    };
+
+    // Whether a step of this batch may be recorded: decodes that all want a token, and kernels whose launches
+    // depend on the number of rows alone.
+    bool recordable(const BatchData& batch) const;
+    // Whether attention_decode rotates and caches this step's tokens.
+    bool fuses_rope(const BatchData& batch) const;
     void make_rope_table(const std::vector<float>& inv_freq);
     // Logits of every token of a slice, copied to the host in pieces.
     void copy_logits(Buffer& delta, Buffer& x, const float* norm, const DeviceLinear& head, int slice,
@@ -73,17 +103,24 @@ class CudaBackend : public Backend {
     const CacheLayout layout_;
     DeviceMemory cache_bytes_;
     CacheView cache_;
-    const bool tensor_attention_;
+    const AttentionKernels attention_kernels_;
+    const int multiprocessors_;
+    const int rope_half_;  // half of the dimensions that are rotated
     StepInputs step_;
     DeviceMemory parts_, part_counters_;  // where the parts of a decode's keys meet
     DeviceMemory cos_, sin_;              // [session_len, D/2]
-    DeviceMemory last_token_;             // per slot
+    DeviceMemory last_token_;             // per slot, and one for padding
     const int logit_rows_;                // rows of the two below
     DeviceMemory normed_, logits_;        // [logit_rows, H] in T, [logit_rows, V] fp32
-    DeviceMemory tokens_;                 // [sampled]
-    PinnedMemory host_tokens_;            // likewise
-    DeviceMemory row_numbers_;            // 0, 1, 2, ... as many as a step has rows
-    BatchData* finishing_ = nullptr;      // the batch whose samples synchronize() fills
+    DeviceMemory sample_parts_, sample_counters_;
+    DeviceMemory tokens_;          // [sampled]
+    PinnedMemory host_tokens_[2];  // likewise, of two steps in turn
+    Event done_[2];                // likewise
+    DeviceMemory row_numbers_;     // 0, 1, 2, ... as many as a step has rows
+    std::deque<Issued> issued_;    // oldest first, at most two
+    int side_ = 0;                 // of the step being issued
+    bool rope_fused_ = false;      // likewise
+    StepGraphs graphs_;
 };
 
 }  // namespace turbomill::cuda

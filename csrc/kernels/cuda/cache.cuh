@@ -21,6 +21,27 @@ __device__ inline __half2* cache_params(const CacheView& c, int layer, int block
     return reinterpret_cast<__half2*>(base + int64_t(value * c.heads + head) * c.param_bytes) + place;
 }
 
+// A row's parameters and codes from its least and greatest element: the arithmetic of the CPU's kv_quantize,
+// rounding for rounding, so that codes are equal for equal inputs.
+struct Quantizer {
+    __half2 params;  // (scale, zero)
+    float zero, inverse, top;
+
+    __device__ Quantizer(float low, float high, int levels) {
+        const float scale = __fdiv_rn(high - low, float(levels));
+        params = __halves2half2(__float2half_rn(scale), __float2half_rn(low));
+        const float2 rounded = __half22float2(params);
+        zero = rounded.y;
+        inverse = rounded.x > 0.f ? __fdiv_rn(1.f, rounded.x) : 0.f;
+        top = float(levels);
+    }
+
+    __device__ int code(float v) const {
+        const float level = __fmul_rn(v - zero, inverse);
+        return level <= 0.f ? 0 : level >= top ? int(top) : int(__fadd_rn(level, 0.5f));
+    }
+};
+
 // Elements [8 chunk, 8 chunk + 8) of a row as fp32. The format is the same for all threads of a launch.
 __device__ inline void load_chunk(const CacheView& c, const uint8_t* row, const __half2* params, int chunk,
                                   float* out) {

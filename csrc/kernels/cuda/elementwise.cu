@@ -1,5 +1,8 @@
 // Embedding, norms, gate and bias: one pass over their operands, fp32 arithmetic.
+#include <algorithm>
+
 #include "kernels/cuda/launch.h"
+#include "kernels/cuda/overlap.cuh"
 #include "kernels/cuda/types.cuh"
 
 namespace turbomill::cuda {
@@ -13,32 +16,48 @@ __global__ void convert_kernel(const From* src, To* dst, int64_t n) {
     if (i < n) dst[i] = from_float<To>(to_float(src[i]));
 }
 
-template <class T>
+// Vector: H is a multiple of eight.
+template <class T, bool Vector>
 __global__ void embed_kernel(const T* table, const int* ids, const int* last_token, float* x, int h) {
+    allow_next();
     const int row = blockIdx.x, id = ids[row];
     const T* source = table + int64_t(id < 0 ? last_token[-1 - id] : id) * h;
-    for (int i = threadIdx.x; i < h; i += kThreads) x[int64_t(row) * h + i] = to_float(source[i]);
+    float* target = x + int64_t(row) * h;
+    if constexpr (Vector) {
+        for (int i = 8 * threadIdx.x; i < h; i += 8 * kThreads) {
+            float v[8];
+            load8(source + i, v);
+            store8(target + i, v);
+        }
+    } else {
+        for (int i = threadIdx.x; i < h; i += kThreads) target[i] = to_float(source[i]);
+    }
 }
 
+__device__ inline float block_sum(float v) {
+    __shared__ float sums[32];
+    v = warp_sum(v);
+    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = v;
+    __syncthreads();
+    return warp_sum(threadIdx.x % 32 < blockDim.x / 32 ? sums[threadIdx.x % 32] : 0.f);
+}
+
+// A row of any length.
 template <class T>
 __global__ void rms_norm_kernel(NormArgs a) {
-    __shared__ float sums[kThreads / 32];
+    allow_next();
     const int64_t row = int64_t(a.rows ? a.rows[blockIdx.x] : blockIdx.x) * a.h;
     float* x = a.x + row;
     const T* delta = a.delta ? static_cast<const T*>(a.delta) + row : nullptr;
     T* y = static_cast<T*>(a.y) + int64_t(blockIdx.x) * a.h;
+    wait_for_previous();
     float squares = 0.f;
     for (int i = threadIdx.x; i < a.h; i += kThreads) {
         const float v = delta ? x[i] + to_float(delta[i]) : x[i];
         if (a.keep && delta) x[i] = v;
         squares += v * v;
     }
-    squares = warp_sum(squares);
-    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = squares;
-    __syncthreads();
-    float total = 0.f;
-    for (int i = 0; i < kThreads / 32; ++i) total += sums[i];
-    const float scale = 1.f / sqrtf(total / float(a.h) + a.eps);
+    const float scale = 1.f / sqrtf(block_sum(squares) / float(a.h) + a.eps);
     for (int i = threadIdx.x; i < a.h; i += kThreads) {
         // Each thread reads back only what it wrote itself.
         const float v = delta && !a.keep ? x[i] + to_float(delta[i]) : x[i];
@@ -46,19 +65,55 @@ __global__ void rms_norm_kernel(NormArgs a) {
     }
 }
 
+// A row whose threads hold eight elements each.
 template <class T>
-__global__ void silu_gate_kernel(const T* gate_up, T* out, int64_t n, int inter) {
+__global__ void rms_norm_8_kernel(NormArgs a) {
+    allow_next();
+    const int64_t row = int64_t(a.rows ? a.rows[blockIdx.x] : blockIdx.x) * a.h;
+    const int at = 8 * threadIdx.x;
+    const bool inside = at < a.h;
+    float weight[8], v[8] = {};
+    if (inside) load8(a.weight + at, weight);
+    wait_for_previous();
+    float squares = 0.f;
+    if (inside) {
+        load8(a.x + row + at, v);
+        if (a.delta) {
+            float delta[8];
+            load8(static_cast<const T*>(a.delta) + row + at, delta);
+#pragma unroll
+            for (int i = 0; i < 8; ++i) v[i] += delta[i];
+            if (a.keep) store8(a.x + row + at, v);
+        }
+#pragma unroll
+        for (int i = 0; i < 8; ++i) squares += v[i] * v[i];
+    }
+    const float scale = 1.f / sqrtf(block_sum(squares) / float(a.h) + a.eps);
+    if (!inside) return;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) v[i] *= scale * weight[i];
+    store8(static_cast<T*>(a.y) + int64_t(blockIdx.x) * a.h + at, v);
+}
+
+// One thread to a block of eight gates and the eight values that they pass.
+template <class T>
+__global__ void silu_gate_kernel(const T* gate_up, T* out, int64_t blocks) {
+    allow_next();
     const int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x;
-    if (i >= n) return;
-    const int64_t row = i / inter;
-    const int column = int(i % inter);
-    const T* gate = gate_up + row * 2 * inter + column / 8 * 16 + column % 8;
-    const float g = to_float(gate[0]), up = to_float(gate[8]);
-    out[i] = from_float<T>(g / (1.f + expf(-g)) * up);
+    wait_for_previous();
+    if (i >= blocks) return;
+    float gate[8], up[8];
+    load8(gate_up + 16 * i, gate);
+    load8(gate_up + 16 * i + 8, up);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) up[j] *= gate[j] / (1.f + expf(-gate[j]));
+    store8(out + 8 * i, up);
 }
 
 template <class T>
 __global__ void add_bias_kernel(T* y, const float* bias, int64_t total, int n) {
+    allow_next();
+    wait_for_previous();
     const int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x;
     if (i < total) y[i] = from_float<T>(to_float(y[i]) + bias[i % n]);
 }
@@ -87,35 +142,37 @@ void embed(DType type, const void* table, const int* ids, const int* last_token,
            cudaStream_t stream) {
     if (rows == 0) return;
     with_type(type, [&]<class T>() {
-        embed_kernel<<<rows, kThreads, 0, stream>>>(static_cast<const T*>(table), ids, last_token, x, h);
+        const auto kernel = h % 8 == 0 ? embed_kernel<T, true> : embed_kernel<T, false>;
+        kernel<<<rows, kThreads, 0, stream>>>(static_cast<const T*>(table), ids, last_token, x, h);
     });
     check_launch("embed");
 }
 
 void rms_norm(DType type, const NormArgs& args, cudaStream_t stream) {
     if (args.count == 0) return;
-    with_type(type, [&]<class T>() { rms_norm_kernel<T><<<args.count, kThreads, 0, stream>>>(args); });
-    check_launch("rms_norm");
+    const bool by_eight = args.h % 8 == 0 && args.h <= 8 * 1024;
+    with_type(type, [&]<class T>() {
+        launch_overlapped(by_eight ? rms_norm_8_kernel<T> : rms_norm_kernel<T>, dim3(args.count),
+                          by_eight ? blocks_for(args.h / 8, 32) * 32 : kThreads, 0, stream, "rms_norm", args);
+    });
 }
 
 void silu_gate(DType type, const void* gate_up, void* out, int rows, int inter, cudaStream_t stream) {
-    const int64_t n = int64_t(rows) * inter;
-    if (n == 0) return;
+    const int64_t blocks = int64_t(rows) * (inter / 8);
+    if (blocks == 0) return;
     with_type(type, [&]<class T>() {
-        silu_gate_kernel<<<blocks_for(n, kThreads), kThreads, 0, stream>>>(static_cast<const T*>(gate_up),
-                                                                           static_cast<T*>(out), n, inter);
+        launch_overlapped(silu_gate_kernel<T>, dim3(blocks_for(blocks, kThreads)), kThreads, 0, stream,
+                          "silu_gate", static_cast<const T*>(gate_up), static_cast<T*>(out), blocks);
     });
-    check_launch("silu_gate");
 }
 
 void add_bias(DType type, void* y, const float* bias, int rows, int n, cudaStream_t stream) {
     const int64_t total = int64_t(rows) * n;
     if (total == 0) return;
     with_type(type, [&]<class T>() {
-        add_bias_kernel<<<blocks_for(total, kThreads), kThreads, 0, stream>>>(static_cast<T*>(y), bias, total,
-                                                                              n);
+        launch_overlapped(add_bias_kernel<T>, dim3(blocks_for(total, kThreads)), kThreads, 0, stream,
+                          "add_bias", static_cast<T*>(y), bias, total, n);
     });
-    check_launch("add_bias");
 }
 
 }  // namespace turbomill::cuda

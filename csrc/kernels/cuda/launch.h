@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "core/dtype.h"
+#include "kernels/cuda/w4_plan.h"
 
 namespace turbomill::cuda {
 
@@ -54,6 +55,16 @@ struct W4View {
     int k_tiles, groups, group;
 };
 
+// While one lives, the kernels that its thread launches start when those before them have ended
+// (overlap.cuh).
+class NoOverlap {
+  public:
+    NoOverlap();
+    ~NoOverlap();
+    NoOverlap(const NoOverlap&) = delete;
+    NoOverlap& operator=(const NoOverlap&) = delete;
+};
+
 // Whether this build holds machine code for the current GPU.
 bool kernels_fit_device();
 
@@ -85,7 +96,7 @@ struct RopeArgs {
     void* qkv;               // [T, (Nq + 2 Nkv) D] in T; Q and K are rotated, Q and K written back
     const float *cos, *sin;  // [session_len, half]
     int half;
-    const int *positions, *row_slice;  // [T]
+    const int *positions, *row_slice;  // [T]; a row of slice -1 is not cached
     const SliceInfo* slices;
     const int* blocks;
     int tokens, num_heads;
@@ -111,6 +122,49 @@ struct AttentionParts {
     float* data;
     unsigned* counters;
 };
+// A slice of at most kQueryRows query rows as attention_decode takes it.
+struct DecodeEntry {
+    int first_unit;  // units of kDecodeUnit keys of the entries before it
+    int context, length, first_row, block_offset;
+};
+// What one of its blocks does: units [begin, end) of the line of all units, head by head, entry by entry.
+struct alignas(16) DecodeRange {
+    int begin, end;
+    int head, entry;           // where it begins
+    int pair_begin, pair_end;  // units of that head and entry
+    // Every block has `share` units; or 0, and the range lies in one pair, whose `parts` blocks begin at
+    // `first_block`.
+    int share, first_block, parts;
+    DecodeEntry first;  // that entry
+};
+constexpr int kDecodeUnit = 64;
+constexpr int kMostDecodeRanges = 4;   // for each multiprocessor
+constexpr int kMostDecodeParts = 128;  // of an entry and head, about: their sums meet in shared memory
+
+// Blocks that a multiprocessor holds, for slices of at most `rows` query rows: as many as registers and
+// shared memory allow with the rings that were measured to be best.
+constexpr int decode_blocks(int bits, int rows) {
+    const int blocks = bits == 4 ? 4 : 3;
+    return rows <= 8 ? blocks : (blocks + 1) / 2;
+}
+
+struct DecodeArgs {
+    const void* qkv;             // [T, (Nq + 2 Nkv) D] in T
+    void* out;                   // [T, Nq D] in T
+    const DecodeRange* ranges;   // [range_count]: one for each block
+    const DecodeEntry* entries;  // [count + 1]: the last holds the number of all units
+    const int* blocks;
+    int range_count, count, most_rows, num_heads;  // most_rows: query rows of the longest slice
+    // [session_len, D/2], when every slice is one token that rope_and_cache was not run for: attention_decode
+    // then does its work for them. Null otherwise.
+    const float *cos, *sin;
+};
+// Whether attention_decode has kernels for these.
+bool attention_decode_fits(DType type, const CacheView& cache);
+// Its workspace has two slots and a counter for each range.
+void attention_decode(DType type, const DecodeArgs& args, const AttentionParts& parts, const CacheView& cache,
+                      int layer, cudaStream_t stream);
+
 // Whether attention_tensor has kernels for these.
 bool attention_tensor_fits(DType type, const CacheView& cache);
 // On the tensor cores. `tile_rows`: kQueryRows or kPromptRows (whose tiles have one part).
@@ -134,9 +188,32 @@ void w4_few_rows(DType type, DType out, const W4View& w, const void* x, const fl
 // dense [N, K] = the weight in T, rounded
 void w4_dequantize(DType type, const W4View& w, void* dense, cudaStream_t stream);
 
+// Whether the build has machine code for sm_90a and the current GPU runs it: w4_fused has no other.
+bool w4_fused_runs();
+// Whether w4_fused takes this weight and these activations.
+bool w4_fused_fits(DType type, const W4View& w, const void* x);
+// y [rows, N] = x [rows, K] w^T + bias, weights rounded to T. `overlap`: weights may arrive before the kernel
+// launched before this one is done (programmatic dependent launch). Throws std::invalid_argument for a plan
+// that has no kernel.
+void w4_fused(DType type, DType out, const W4View& w, const void* x, const float* bias, void* y, int rows,
+              const W4Plan& plan, int multiprocessors, bool overlap, cudaStream_t stream);
+
+// What a block of the sampler found in its piece of a row.
+struct SamplePart {
+    unsigned long long greatest;  // the key of the greatest logit
+    double race;                  // of the winner of a draw from all tokens; -1: none was run
+    int winner;
+    int finite;
+};
+// Rows * sample_pieces(vocab) parts, and a counter each row, zero before and after.
+struct SampleWorkspace {
+    SamplePart* parts;
+    unsigned* counters;
+};
+int sample_pieces(int vocab);
 // One token for each row of logits [count, V]: tokens[i] is the token, or -1 when the row is not finite.
 // Tokens also become their slot's last sample.
 void sample(const float* logits, int vocab, const SampleInfo* info, int count, int* tokens, int* last_token,
-            cudaStream_t stream);
+            const SampleWorkspace& workspace, cudaStream_t stream);
 
 }  // namespace turbomill::cuda

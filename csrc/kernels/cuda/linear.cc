@@ -37,27 +37,37 @@ DeviceLinear device_view(const Linear& w, const DeviceWeights& weights) {
 
 LinearRunner::LinearRunner(DType type, size_t largest_quantized, cudaStream_t stream)
     : type_(type), stream_(stream) {
+    int device = 0, multiprocessors = 0;
+    check(cudaGetDevice(&device), "cudaGetDevice");
+    check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device),
+          "counting multiprocessors");
     workspace_ = {};
+    workspace_.multiprocessors = multiprocessors;
     if (!largest_quantized) return;
     partial_ = DeviceMemory(kPartialFloats * 4, "the partial sums", kAdvice);
     counters_ = DeviceMemory(kCounters * 4, "the counters", kAdvice);
     dense_ = DeviceMemory(largest_quantized * dtype_bytes(type), "the dequantized weight", kAdvice);
     check(cudaMemsetAsync(counters_.as(), 0, counters_.bytes(), stream), "clearing counters");
-    int device = 0, multiprocessors = 0;
-    check(cudaGetDevice(&device), "cudaGetDevice");
-    check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device),
-          "counting multiprocessors");
     workspace_ = {partial_.as<float>(), kPartialFloats, counters_.as<unsigned>(), kCounters, multiprocessors};
 }
 
 void LinearRunner::operator()(const DeviceLinear& w, const void* x, int rows, void* y, DType out) {
     if (w.dense) {
         dense(w.dense, w, x, rows, y, out);
+    } else if (w4_fused_fits(type_, w.w4, x)) {
+        w4_fused(w, x, rows, y, out,
+                 choose_w4_plan(w.n, w.k, rows, workspace_.multiprocessors, overlaps(rows)));
     } else if (rows <= kW4InPlace) {
         w4_in_place(w, x, rows, y, out);
     } else {
         w4_as_dense(w, x, rows, y, out);
     }
+}
+
+void LinearRunner::w4_fused(const DeviceLinear& w, const void* x, int rows, void* y, DType out,
+                            const W4Plan& plan) {
+    cuda::w4_fused(type_, out, w.w4, x, w.bias, y, rows, plan, workspace_.multiprocessors, overlaps(rows),
+                   stream_);
 }
 
 void LinearRunner::w4_in_place(const DeviceLinear& w, const void* x, int rows, void* y, DType out) {

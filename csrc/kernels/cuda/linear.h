@@ -7,7 +7,8 @@
 
 namespace turbomill::cuda {
 
-// Rows up to which a w4 weight is read in place, kFewRows at a time; beyond, it is made dense for cuBLASLt.
+// Where the fused kernels do not run: rows up to which a w4 weight is read in place, kFewRows at a time;
+// beyond, it is made dense for cuBLASLt.
 constexpr int kW4InPlace = 64;
 
 // A linear whose pointers are device pointers.
@@ -28,11 +29,18 @@ class LinearRunner {
     // y [rows, N] = x [rows, K] w^T + bias; y in the activation type, or fp32 if `out` says so
     void operator()(const DeviceLinear& w, const void* x, int rows, void* y, DType out);
 
-    // The two ways for a w4 weight, which operator() chooses from.
+    // From here on, a w4 weight may begin to arrive before the kernel launched before it is done: for callers
+    // whose every write to weights was synchronized.
+    void set_overlap(bool overlap) { overlap_ = overlap; }
+
+    // The ways for a w4 weight, which operator() chooses from: the fused kernels where they fit.
+    void w4_fused(const DeviceLinear& w, const void* x, int rows, void* y, DType out, const W4Plan& plan);
     void w4_in_place(const DeviceLinear& w, const void* x, int rows, void* y, DType out);
     void w4_as_dense(const DeviceLinear& w, const void* x, int rows, void* y, DType out);
 
   private:
+    // Of many rows, overlapping kernels were measured to be slower.
+    bool overlaps(int rows) const { return overlap_ && rows <= 1024; }
     void dense(const void* matrix, const DeviceLinear& w, const void* x, int rows, void* y, DType out);
 
     DType type_;
@@ -40,6 +48,7 @@ class LinearRunner {
     Gemm gemm_;
     DeviceMemory partial_, counters_, dense_;
     W4Workspace workspace_;
+    bool overlap_ = false;
 };
 
 }  // namespace turbomill::cuda

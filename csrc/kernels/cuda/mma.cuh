@@ -45,11 +45,13 @@ struct Pair<__nv_bfloat16> {
 
 // Four 8 x 8 matrices of 16-bit values; lane l names row l % 8 of matrix l / 8. Lane 4g + t gets columns 2t,
 // 2t + 1 of row g of each; transposed, rows 2t, 2t + 1 of column g.
-__device__ inline void load_matrices(unsigned (&r)[4], const void* shared) {
-    const unsigned address = unsigned(__cvta_generic_to_shared(shared));
+__device__ inline void load_matrices(unsigned (&r)[4], unsigned address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                  : "r"(address));
+}
+__device__ inline void load_matrices(unsigned (&r)[4], const void* shared) {
+    load_matrices(r, unsigned(__cvta_generic_to_shared(shared)));
 }
 __device__ inline void load_transposed(unsigned (&r)[4], const void* shared) {
     const unsigned address = unsigned(__cvta_generic_to_shared(shared));

@@ -1,6 +1,7 @@
 // Rotary embedding and the cache write, one warp for each token and head.
 #include "kernels/cuda/cache.cuh"
 #include "kernels/cuda/launch.h"
+#include "kernels/cuda/overlap.cuh"
 
 namespace turbomill::cuda {
 namespace {
@@ -9,35 +10,28 @@ constexpr int kWarps = 4;
 constexpr int kMaxDim = 256;
 constexpr int kPerLane = kMaxDim / 32;
 
-// The arithmetic of the CPU's kv_quantize, rounding for rounding: codes are equal for equal inputs.
 __device__ void write_quantized(const CacheView& c, const float* v, uint8_t* row, __half2* params,
                                 uint8_t* codes, int lane) {
-    const int d = c.head_dim, top = (1 << c.bits) - 1;
+    const int d = c.head_dim;
     float low = INFINITY, high = -INFINITY;
+#pragma unroll
     for (int i = 0; i < kPerLane; ++i)
         if (lane + 32 * i < d) low = fminf(low, v[i]), high = fmaxf(high, v[i]);
-    low = warp_min(low);
-    high = warp_max(high);
-    const __half2 p =
-        __halves2half2(__float2half_rn(__fdiv_rn(high - low, float(top))), __float2half_rn(low));
-    const float2 rounded = __half22float2(p);
-    const float inverse = rounded.x > 0.f ? __fdiv_rn(1.f, rounded.x) : 0.f;
-    for (int i = 0; i < kPerLane; ++i) {
-        if (lane + 32 * i >= d) break;
-        const float level = __fmul_rn(v[i] - rounded.y, inverse);
-        const int code = level <= 0.f ? 0 : level >= float(top) ? top : int(__fadd_rn(level, 0.5f));
-        codes[lane + 32 * i] = uint8_t(code);
-    }
+    const Quantizer quantizer(warp_min(low), warp_max(high), (1 << c.bits) - 1);
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i)
+        if (lane + 32 * i < d) codes[lane + 32 * i] = uint8_t(quantizer.code(v[i]));
     __syncwarp();
     if (c.bits == 8) {
         for (int i = lane; i < d; i += 32) row[i] = codes[i];
     } else {
         for (int i = lane; i < d / 2; i += 32) row[i] = uint8_t(codes[2 * i] | codes[2 * i + 1] << 4);
     }
-    if (lane == 0) *params = p;
+    if (lane == 0) *params = quantizer.params;
 }
 
 __device__ void write_plain(const CacheView& c, const float* v, uint8_t* row, int lane) {
+#pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
         const int at = lane + 32 * i;
         if (at >= c.head_dim) break;
@@ -55,17 +49,33 @@ template <class T>
 __global__ void rope_cache_kernel(RopeArgs a, CacheView c, int layer) {
     __shared__ float staged[kWarps][kMaxDim];
     __shared__ uint8_t codes[kWarps][kMaxDim];
+    allow_next();
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int token = blockIdx.x, head = blockIdx.y * kWarps + warp, d = c.head_dim;
     const int heads = a.num_heads + 2 * c.heads;
-    if (head >= heads) return;  // whole warps leave; the rest only synchronise within a warp
+    if (head >= heads) {
+        wait_for_previous();
+        return;  // whole warps leave; the rest only synchronise within a warp
+    }
     T* row = static_cast<T*>(a.qkv) + (int64_t(token) * heads + head) * d;
-    for (int i = lane; i < d; i += 32) staged[warp][i] = to_float(row[i]);
-    __syncwarp();
-    const int position = a.positions[token];
+    const int position = a.positions[token], slice = a.row_slice[token];
     const float *cos = a.cos + int64_t(position) * a.half, *sin = a.sin + int64_t(position) * a.half;
     const bool rotates = head < a.num_heads + c.heads;
+    float cosine[kPerLane], sine[kPerLane];
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+        const int at = lane + 32 * i;
+        const bool rotated = rotates && at < 2 * a.half;
+        cosine[i] = rotated ? cos[at < a.half ? at : at - a.half] : 1.f;
+        sine[i] = rotated ? sin[at < a.half ? at : at - a.half] : 0.f;
+    }
+    wait_for_previous();
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i)
+        if (lane + 32 * i < d) staged[warp][lane + 32 * i] = to_float(row[lane + 32 * i]);
+    __syncwarp();
     float v[kPerLane];
+#pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
         const int at = lane + 32 * i;
         if (at >= d) break;
@@ -73,15 +83,16 @@ __global__ void rope_cache_kernel(RopeArgs a, CacheView c, int layer) {
         if (!rotates || at >= 2 * a.half) continue;
         const int j = at < a.half ? at : at - a.half;
         const float x = staged[warp][j], y = staged[warp][j + a.half];
-        v[i] = at < a.half ? x * cos[j] - y * sin[j] : y * cos[j] + x * sin[j];
+        v[i] = at < a.half ? x * cosine[i] - y * sine[i] : y * cosine[i] + x * sine[i];
     }
     if (rotates) {
+#pragma unroll
         for (int i = 0; i < kPerLane; ++i)
             if (lane + 32 * i < d) row[lane + 32 * i] = from_float<T>(v[i]);
     }
-    if (head < a.num_heads) return;
+    if (head < a.num_heads || slice < 0) return;
     const int value = (head - a.num_heads) / c.heads, kv_head = (head - a.num_heads) % c.heads;
-    const int block = a.blocks[a.slices[a.row_slice[token]].block_offset + position / c.block_len];
+    const int block = a.blocks[a.slices[slice].block_offset + position / c.block_len];
     const int place = position % c.block_len;
     uint8_t* target = cache_row(c, layer, block, value, kv_head, place);
     if (c.bits < 16) {
@@ -99,9 +110,10 @@ void rope_and_cache(DType type, const RopeArgs& args, const CacheView& cache, in
     if (args.tokens == 0) return;
     if (cache.head_dim > kMaxDim) throw std::invalid_argument("head_dim is larger than 256");
     const dim3 grid(args.tokens, blocks_for(args.num_heads + 2 * cache.heads, kWarps));
-    with_type(type,
-              [&]<class T>() { rope_cache_kernel<T><<<grid, kWarps * 32, 0, stream>>>(args, cache, layer); });
-    check_launch("rope_and_cache");
+    with_type(type, [&]<class T>() {
+        launch_overlapped(rope_cache_kernel<T>, grid, kWarps * 32, 0, stream, "rope_and_cache", args, cache,
+                          layer);
+    });
 }
 
 }  // namespace turbomill::cuda

@@ -1,15 +1,19 @@
-// Choosing a token from each row of logits: what kernels/sampling.cc does on the host, token for token. One
-// block to a row. Top-k and top-p need no sort: a radix descent over keys that order tokens by (logit
-// falling, id rising) finds the last key of the set, by count or by probability.
+// Choosing a token from each row of logits: what kernels/sampling.cc does on the host, token for token. The
+// blocks of a row each take a piece of it; the last to arrive chooses among what they found, which settles
+// greedy rows and draws from all tokens. Top-k and top-p it does alone, without a sort: a radix descent over
+// keys that order tokens by (logit falling, id rising) finds the last key of the set, by count or by
+// probability.
 #include <cstdint>
 
 #include "kernels/cuda/launch.h"
+#include "kernels/cuda/overlap.cuh"
 #include "kernels/cuda/types.cuh"
 
 namespace turbomill::cuda {
 namespace {
 
 constexpr int kThreads = 1024, kWarps = kThreads / 32;
+constexpr int kPiece = 8 * kThreads;  // tokens that a block scans
 
 __device__ inline uint64_t mix(uint64_t x) {  // splitmix64's finaliser, as in sampling.cc
     x += 0x9e3779b97f4a7c15ull;
@@ -194,19 +198,60 @@ __device__ Racer block_winner(Racer best, Shared& s) {
     return best;
 }
 
-__device__ int choose(const float* logits, int vocab, const SampleInfo& info, Shared& s) {
+__device__ bool draws_from_all(const SampleInfo& info) {
+    return info.temperature > 0.f && info.top_k <= 0 && info.top_p >= 1.f;
+}
+
+// What a row's tokens [begin, end) hold: the greatest key, the race's winner if it is run over all tokens,
+// and whether all are finite.
+__device__ SamplePart scan(const float* logits, int begin, int end, const SampleInfo& info, Shared& s) {
+    float logit[kPiece / kThreads];
     uint64_t greatest = 0;
     bool finite = true;
-    for (int id = threadIdx.x; id < vocab; id += kThreads) {
-        const float logit = logits[id];
-        finite &= bool(isfinite(logit));
-        const uint64_t key = key_of(logit, id);
+#pragma unroll
+    for (int i = 0; i < kPiece / kThreads; ++i) {
+        const int id = begin + threadIdx.x + i * kThreads;
+        logit[i] = id < end ? logits[id] : 0.f;
+        finite &= bool(isfinite(logit[i]));
+        const uint64_t key = id < end ? key_of(logit[i], id) : 0;
         greatest = key > greatest ? key : greatest;
     }
-    if (!__syncthreads_and(finite)) return -1;
-    const int best = id_of(block_max(greatest, s));
-    if (info.temperature <= 0.f || info.top_k == 1) return best;
+    finite = __syncthreads_and(finite);
+    greatest = block_max(greatest, s);
+    Racer winner{0, -1};
+    if (finite && draws_from_all(info)) {
+        const Race race(info);
+        race.enter(logits[id_of(greatest)], id_of(greatest), winner);  // a high bar from the start
+#pragma unroll
+        for (int i = 0; i < kPiece / kThreads; ++i) {
+            const int id = begin + threadIdx.x + i * kThreads;
+            if (id < end) race.enter(logit[i], id, winner);
+        }
+        winner = block_winner(winner, s);
+    }
+    return {greatest, winner.key, winner.id, finite};
+}
 
+// The same of the whole row, by one warp, from its pieces.
+__device__ SamplePart join(const SamplePart* parts, int count) {
+    SamplePart whole{0, 0, -1, true};
+    const auto add = [&](const SamplePart& part) {
+        whole.finite &= part.finite;
+        whole.greatest = part.greatest > whole.greatest ? part.greatest : whole.greatest;
+        if (part.winner >= 0 && ahead({part.race, part.winner}, {whole.race, whole.winner}))
+            whole.race = part.race, whole.winner = part.winner;
+    };
+    for (int i = threadIdx.x; i < count; i += 32)
+        add({__ldcg(reinterpret_cast<const unsigned long long*>(&parts[i].greatest)), __ldcg(&parts[i].race),
+             __ldcg(&parts[i].winner), __ldcg(&parts[i].finite)});
+    for (int mask = 16; mask; mask /= 2)
+        add({__shfl_xor_sync(kFullWarp, whole.greatest, mask), __shfl_xor_sync(kFullWarp, whole.race, mask),
+             __shfl_xor_sync(kFullWarp, whole.winner, mask), __shfl_xor_sync(kFullWarp, whole.finite, mask)});
+    return whole;
+}
+
+// A draw from the top-k and top-p set, by one block.
+__device__ int draw_from_set(const float* logits, int vocab, int best, const SampleInfo& info, Shared& s) {
     uint64_t floor = 0;
     if (info.top_k > 0 && info.top_k < vocab)
         floor = descend(logits, vocab, 0, double(info.top_k), [](float) { return 1.0; }, s);
@@ -222,29 +267,67 @@ __device__ int choose(const float* logits, int vocab, const SampleInfo& info, Sh
     }
     const Race race(info);
     Racer winner{0, -1};
-    race.enter(logits[best], best, winner);  // a high bar from the start
+    race.enter(logits[best], best, winner);
     for (int id = threadIdx.x; id < vocab; id += kThreads)
         if (key_of(logits[id], id) >= floor) race.enter(logits[id], id, winner);
     return block_winner(winner, s).id;
 }
 
+// Grid: (pieces, rows).
 __global__ void __launch_bounds__(kThreads)
-    sample_kernel(const float* logits, int vocab, const SampleInfo* info, int* tokens, int* last_token) {
+    sample_kernel(const float* all_logits, int vocab, const SampleInfo* infos, int* tokens, int* last_token,
+                  SampleWorkspace workspace) {
     __shared__ Shared shared;
-    const int row = blockIdx.x;
-    const int token = choose(logits + int64_t(row) * vocab, vocab, info[row], shared);
+    __shared__ SamplePart whole;
+    __shared__ bool last;
+    allow_next();
+    const int row = blockIdx.y, pieces = gridDim.x;
+    const float* logits = all_logits + int64_t(row) * vocab;
+    const SampleInfo info = infos[row];
+    wait_for_previous();
+    const int begin = blockIdx.x * kPiece;
+    const SamplePart part = scan(logits, begin, min(vocab, begin + kPiece), info, shared);
+    SamplePart* parts = workspace.parts + int64_t(row) * pieces;
+    if (threadIdx.x == 0) {
+        parts[blockIdx.x] = part;
+        __threadfence();
+        last = atomicAdd(workspace.counters + row, 1u) == unsigned(pieces - 1);
+    }
+    __syncthreads();
+    if (!last) return;
+    __threadfence();
+    if (threadIdx.x < 32) {
+        const SamplePart joined = join(parts, pieces);
+        if (threadIdx.x == 0) {
+            whole = joined;
+            workspace.counters[row] = 0;
+        }
+    }
+    __syncthreads();
+    const int best = id_of(whole.greatest);
+    int token = -1;
+    if (whole.finite) {
+        if (info.temperature <= 0.f || info.top_k == 1)
+            token = best;
+        else
+            token = draws_from_all(info) ? whole.winner : draw_from_set(logits, vocab, best, info, shared);
+    }
     if (threadIdx.x != 0) return;
     tokens[row] = token;
-    if (token >= 0) last_token[info[row].slot] = token;
+    if (token >= 0) last_token[info.slot] = token;
 }
 
 }  // namespace
 
+int sample_pieces(int vocab) {
+    return blocks_for(vocab, kPiece);
+}
+
 void sample(const float* logits, int vocab, const SampleInfo* info, int count, int* tokens, int* last_token,
-            cudaStream_t stream) {
+            const SampleWorkspace& workspace, cudaStream_t stream) {
     if (count == 0) return;
-    sample_kernel<<<count, kThreads, 0, stream>>>(logits, vocab, info, tokens, last_token);
-    check_launch("sample");
+    launch_overlapped(sample_kernel, dim3(sample_pieces(vocab), count), kThreads, 0, stream, "sample", logits,
+                      vocab, info, tokens, last_token, workspace);
 }
 
 }  // namespace turbomill::cuda

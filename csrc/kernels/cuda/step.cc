@@ -24,22 +24,28 @@ size_t most_bytes(const EngineConfig& config, const TilePlanner& planner) {
     const size_t blocks = slices * ceil_div(config.session_len, config.block_len);
     const size_t tiles = planner.most_tiles(slices, tokens);
     return aligned(4 * tokens) * 3 + aligned(sizeof(SliceInfo) * slices) + aligned(4 * blocks) +
-           aligned(sizeof(QueryTile) * tiles) + aligned(4 * slices) + aligned(sizeof(SampleInfo) * slices);
+           aligned(sizeof(DecodeRange) * planner.most_ranges()) +
+           aligned(sizeof(DecodeEntry) * (slices + 1)) + aligned(sizeof(QueryTile) * tiles) +
+           aligned(4 * slices) + aligned(sizeof(SampleInfo) * slices);
 }
 
 }  // namespace
 
-StepInputs::StepInputs(const EngineConfig& config, TilePlanner planner)
+StepInputs::StepInputs(const EngineConfig& config, TilePlanner planner, int spare_slot)
     : planner_(std::move(planner)),
       capacity_(most_bytes(config, planner_)),
       device_(capacity_, "a step's inputs", "lower max_batch_size or session_len"),
-      host_(capacity_) {}
+      host_{PinnedMemory(capacity_), PinnedMemory(capacity_)},
+      spare_slot_(spare_slot) {}
 
-void StepInputs::send(const BatchData& batch, cudaStream_t stream) {
-    tokens = batch.tokens();
-    planner_.plan(batch);
+void StepInputs::send(const BatchData& batch, int padding, cudaStream_t stream) {
+    tokens = batch.tokens() + padding;
+    planner_.plan(batch, padding);
     decode_tiles = int(planner_.decodes.size());
     prompt_tiles = int(planner_.prompts.size());
+    decode_entries = std::max(0, int(planner_.entries.size()) - 1);
+    decode_ranges = int(planner_.ranges.size());
+    decode_rows = planner_.most_rows;
     first_rows.clear();
     sampled.clear();
     size_t block_count = 0;
@@ -48,6 +54,7 @@ void StepInputs::send(const BatchData& batch, cudaStream_t stream) {
         block_count += slice.blocks.size();
         if (slice.sample) sampled.push_back(i);
     }
+    sample_count = int(sampled.size()) + padding;
     size_t used = 0;
     const auto take = [&](size_t bytes) {
         const size_t offset = used;
@@ -57,15 +64,18 @@ void StepInputs::send(const BatchData& batch, cudaStream_t stream) {
     ids_ = take(4 * size_t(tokens));
     positions_ = take(4 * size_t(tokens));
     row_slice_ = take(4 * size_t(tokens));
-    slices_ = take(sizeof(SliceInfo) * batch.slices.size());
-    blocks_ = take(4 * block_count);
+    slices_ = take(sizeof(SliceInfo) * (batch.slices.size() + padding));
+    ranges_ = take(sizeof(DecodeRange) * planner_.ranges.size());
+    entries_ = take(sizeof(DecodeEntry) * planner_.entries.size());
     tiles_ = take(sizeof(QueryTile) * size_t(decode_tiles + prompt_tiles));
-    sampled_rows_ = take(4 * sampled.size());
-    samples_ = take(sizeof(SampleInfo) * sampled.size());
+    sampled_rows_ = take(4 * size_t(sample_count));
+    samples_ = take(sizeof(SampleInfo) * size_t(sample_count));
+    blocks_ = take(4 * block_count);  // last: the only length that recorded steps do not share
     if (used > capacity_) throw std::logic_error("a step is larger than the configuration allows");
 
+    side_ ^= 1;
     const auto host = [&]<class T>(T*, size_t offset) {
-        return reinterpret_cast<T*>(host_.as<uint8_t>() + offset);
+        return reinterpret_cast<T*>(host_[side_].as<uint8_t>() + offset);
     };
     int* ids = host((int*)nullptr, ids_);
     int* positions = host((int*)nullptr, positions_);
@@ -92,9 +102,18 @@ void StepInputs::send(const BatchData& batch, cudaStream_t stream) {
         samples[sample++] = {
             s.seed, uint64_t(slice.context + slice.length), s.temperature, s.top_p, s.top_k, slice.slot};
     }
+    for (int i = 0; i < padding; ++i, ++row, ++sample) {
+        ids[row] = positions[row] = 0;
+        row_slice[row] = -1;
+        slices[batch.slices.size() + i] = {0, 0, row, 0};
+        sampled_rows[sample] = row;
+        samples[sample] = {0, 0, 0.f, 1.f, 0, spare_slot_};
+    }
+    std::copy(planner_.ranges.begin(), planner_.ranges.end(), host((DecodeRange*)nullptr, ranges_));
+    std::copy(planner_.entries.begin(), planner_.entries.end(), host((DecodeEntry*)nullptr, entries_));
     std::copy(planner_.decodes.begin(), planner_.decodes.end(), tiles);
     std::copy(planner_.prompts.begin(), planner_.prompts.end(), tiles + decode_tiles);
-    check(cudaMemcpyAsync(device_.as(), host_.as(), used, cudaMemcpyHostToDevice, stream),
+    check(cudaMemcpyAsync(device_.as(), host_[side_].as(), used, cudaMemcpyHostToDevice, stream),
           "sending a step's inputs");
 }
 

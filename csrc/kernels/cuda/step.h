@@ -1,5 +1,6 @@
-// A step's small inputs: tokens, positions, block tables, attention tiles and sampling parameters, staged in
-// pinned memory and sent with one copy.
+// A step's small inputs: tokens, positions, block tables, attention's work and sampling parameters, staged in
+// pinned memory and sent with one copy. Where they lie on the device depends on the numbers of rows, slices,
+// tiles and samples alone, so that a recorded step finds its successors' inputs in the same places.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -16,25 +17,33 @@ namespace turbomill::cuda {
 
 class StepInputs {
   public:
-    StepInputs(const EngineConfig& config, TilePlanner planner);
+    // `spare_slot`: where padding's samples go.
+    StepInputs(const EngineConfig& config, TilePlanner planner, int spare_slot);
 
-    // Lays the batch out and queues its copy. The previous step must be complete.
-    void send(const BatchData& batch, cudaStream_t stream);
+    // Lays the batch out and queues its copy. All but the latest step must be complete. `padding` rows follow
+    // those of the batch, which then holds decodes that all want a token: they have no keys, are not cached,
+    // and their samples are nobody's.
+    void send(const BatchData& batch, int padding, cudaStream_t stream);
 
     int tokens = 0;               // rows of the step
     std::vector<int> first_rows;  // slice -> its first row
     std::vector<int> sampled;     // slices that want a token, in order
+    int sample_count = 0;         // rows that are sampled: those, and padding
     int decode_tiles = 0, prompt_tiles = 0;
+    // Of attention_decode: blocks, slices, and rows of the longest slice.
+    int decode_ranges = 0, decode_entries = 0, decode_rows = 0;
 
     // Device views, valid until the next send(); row i of a step is token i.
     const int* ids() const { return at<int>(ids_); }              // [T]; -1 - slot: the slot's last sample
     const int* positions() const { return at<int>(positions_); }  // [T]
-    const int* row_slice() const { return at<int>(row_slice_); }  // [T]
+    const int* row_slice() const { return at<int>(row_slice_); }  // [T]; -1: padding
     const SliceInfo* slices() const { return at<SliceInfo>(slices_); }
     const int* blocks() const { return at<int>(blocks_); }
+    const DecodeRange* ranges() const { return at<DecodeRange>(ranges_); }
+    const DecodeEntry* entries() const { return at<DecodeEntry>(entries_); }
     const QueryTile* decodes() const { return at<QueryTile>(tiles_); }
     const QueryTile* prompts() const { return decodes() + decode_tiles; }
-    const int* sampled_rows() const { return at<int>(sampled_rows_); }  // [sampled]
+    const int* sampled_rows() const { return at<int>(sampled_rows_); }  // [sample_count]
     const SampleInfo* samples() const { return at<SampleInfo>(samples_); }
 
   private:
@@ -46,9 +55,11 @@ class StepInputs {
     TilePlanner planner_;
     size_t capacity_;
     DeviceMemory device_;
-    PinnedMemory host_;
-    size_t ids_ = 0, positions_ = 0, row_slice_ = 0, slices_ = 0, blocks_ = 0, tiles_ = 0, sampled_rows_ = 0,
-           samples_ = 0;
+    PinnedMemory host_[2];  // of this step and of the one before, whose copy may not have begun
+    int side_ = 0;
+    const int spare_slot_;
+    size_t ids_ = 0, positions_ = 0, row_slice_ = 0, slices_ = 0, ranges_ = 0, entries_ = 0, tiles_ = 0,
+           sampled_rows_ = 0, samples_ = 0, blocks_ = 0;
 };
 
 }  // namespace turbomill::cuda

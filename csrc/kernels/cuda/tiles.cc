@@ -9,26 +9,35 @@ namespace {
 
 constexpr int kKeys = 64;                // keys that a kernel takes at once
 constexpr int kFewestKeys = 256;         // of a part: fewer are not worth a merge
+constexpr int kFewestUnits = 2;          // of a part in attention_decode, likewise
+constexpr int kSmallShare = 8;           // units that are quick enough for evenness not to matter
 constexpr int kBlocksPerProcessor = 12;  // several waves, so that the last one is short beside the rest
 
 }  // namespace
 
-TilePlanner::TilePlanner(const ModelConfig& model, bool tensor, int multiprocessors)
+TilePlanner::TilePlanner(const ModelConfig& model, AttentionKernels kernels, int bits, int multiprocessors)
     : group_(model.group()),
       kv_heads_(model.num_kv_heads),
-      tensor_(tensor),
+      kernels_(kernels),
+      bits_(bits),
+      multiprocessors_(multiprocessors),
+      whole_units_(bits < 16 ? 2 : 1),
       target_(ceil_div(kBlocksPerProcessor * multiprocessors, kv_heads_)),
       // Parts have at least total / target keys, so fewer than `target` tiles have several, and these have at
       // most `target` parts and one more each.
-      slots_(tensor ? 2 * size_t(target_) + 2 : 0) {}
+      slots_(kernels == AttentionKernels::Tensor ? 2 * size_t(target_) + 2 : 0) {}
 
 size_t TilePlanner::most_tiles(size_t slices, size_t tokens) const {
     return slices + tokens * group_ / kQueryRows + slots_;
 }
 
-void TilePlanner::plan(const BatchData& batch) {
+void TilePlanner::plan(const BatchData& batch, int padding) {
     decodes.clear();
     prompts.clear();
+    entries.clear();
+    ranges.clear();
+    most_rows = 0;
+    int units = 0, block_offset = 0, first_row = 0;
     int64_t total = 0;  // keys of all decodes
     for (const auto& slice : batch.slices)
         if (slice.length * group_ <= kQueryRows) total += slice.context + slice.length;
@@ -37,12 +46,19 @@ void TilePlanner::plan(const BatchData& batch) {
     for (int i = 0; i < int(batch.slices.size()); ++i) {
         const Slice& slice = batch.slices[i];
         const int rows = slice.length * group_, keys = slice.context + slice.length;
-        if (!tensor_) {
+        const int row = first_row, blocks = block_offset;
+        first_row += slice.length;
+        block_offset += int(slice.blocks.size());
+        if (kernels_ == AttentionKernels::Any) {
             for (int first = 0; first < rows; first += kQueryRows)
                 decodes.push_back({i, first, 0, keys, 0, 0, 1});
         } else if (rows > kQueryRows) {
             for (int first = 0; first < rows; first += kPromptRows)
                 prompts.push_back({i, first, 0, keys, 0, 0, 1});
+        } else if (kernels_ == AttentionKernels::Decode) {
+            entries.push_back({units, slice.context, slice.length, row, blocks});
+            units += ceil_div(keys, kDecodeUnit);
+            most_rows = std::max(most_rows, rows);
         } else {
             const int wanted = ceil_div(keys, most), size = ceil_div(ceil_div(keys, wanted), kKeys) * kKeys;
             const int parts = ceil_div(keys, size);
@@ -50,6 +66,66 @@ void TilePlanner::plan(const BatchData& batch) {
                 decodes.push_back({i, 0, part * size, std::min(keys, (part + 1) * size), slot, part, parts});
             if (parts > 1) slot += parts;
         }
+    }
+    if (entries.empty()) return;
+    entries.resize(entries.size() + padding + 1, {units, 0, 0, 0, 0});
+    cut_ranges();
+}
+
+// Two ways to cut. Parts within pairs, one to a block, where that is about as even: a block then has one
+// query and one merge. Otherwise equal shares of the whole line.
+void TilePlanner::cut_ranges() {
+    const int blocks = multiprocessors_ * decode_blocks(bits_, most_rows);
+    const int units = entries.back().first_unit, total = units * kv_heads_;
+    const auto whole = [&](int count) { return ceil_div(count, whole_units_) * whole_units_; };
+    const int share =
+        whole(std::max({kFewestUnits, ceil_div(total, blocks), ceil_div(units, kMostDecodeParts)}));
+    const int most = largest_part(blocks, share);
+    if (most > 0) {
+        cut_pairs(most, units);
+    } else {
+        cut_line(share, units, total);
+    }
+    ranges.resize(blocks, {});
+}
+
+// The fewest units that parts may have at most for the pairs' parts to be no more than `blocks`, or 0 when
+// that is much more than `share`.
+int TilePlanner::largest_part(int blocks, int share) const {
+    const int limit = std::max(share + share / 10, kSmallShare);
+    for (int most = share; most <= limit; most += whole_units_) {
+        int64_t parts = 0;
+        for (size_t i = 0; i + 1 < entries.size(); ++i)
+            parts += ceil_div(entries[i + 1].first_unit - entries[i].first_unit, most);
+        if (parts * kv_heads_ <= blocks) return most;
+    }
+    return 0;
+}
+
+void TilePlanner::cut_pairs(int most, int units) {
+    for (int head = 0; head < kv_heads_; ++head) {
+        for (int i = 0; i + 1 < int(entries.size()); ++i) {
+            const int begin = head * units + entries[i].first_unit,
+                      end = head * units + entries[i + 1].first_unit;
+            if (begin == end) continue;
+            const int wanted = ceil_div(end - begin, most),
+                      size = ceil_div(ceil_div(end - begin, wanted), whole_units_) * whole_units_,
+                      parts = ceil_div(end - begin, size), first = int(ranges.size());
+            for (int at = begin; at < end; at += size)
+                ranges.push_back(
+                    {at, std::min(end, at + size), head, i, begin, end, 0, first, parts, entries[i]});
+        }
+    }
+}
+
+void TilePlanner::cut_line(int share, int units, int total) {
+    int head = 0, entry = 0;
+    for (int begin = 0; begin < total; begin += share) {
+        const auto pair_end = [&] { return head * units + entries[entry + 1].first_unit; };
+        while (pair_end() <= begin)
+            if (++entry + 1 == int(entries.size())) entry = 0, ++head;
+        ranges.push_back({begin, std::min(total, begin + share), head, entry,
+                          head * units + entries[entry].first_unit, pair_end(), share, 0, 0, entries[entry]});
     }
 }
 

@@ -1,4 +1,4 @@
-// Cuts a step's attention into tiles: blocks of the attention kernels.
+// Cuts a step's attention into work for the attention kernels.
 #pragma once
 
 #include <vector>
@@ -9,25 +9,42 @@
 
 namespace turbomill::cuda {
 
+enum class AttentionKernels {
+    Any,     // attention_any: every tile has kQueryRows rows
+    Tensor,  // attention_tensor for decodes and prompts
+    Decode,  // attention_decode, and attention_tensor for prompts
+};
+
 class TilePlanner {
   public:
-    // `tensor`: for attention_tensor; otherwise for attention_any, where every tile has kQueryRows rows.
-    TilePlanner(const ModelConfig& model, bool tensor, int multiprocessors);
+    // `bits`: of the cache.
+    TilePlanner(const ModelConfig& model, AttentionKernels kernels, int bits, int multiprocessors);
 
-    // Fills the lists below.
-    void plan(const BatchData& batch);
+    // Fills the lists below. `padding`: entries without keys that follow the slices'.
+    void plan(const BatchData& batch, int padding = 0);
 
-    std::vector<QueryTile> decodes;  // of kQueryRows rows, their keys cut where that fills the GPU
-    std::vector<QueryTile> prompts;  // of kPromptRows rows
+    std::vector<QueryTile> decodes;    // of kQueryRows rows, their keys cut where that fills the GPU
+    std::vector<QueryTile> prompts;    // of kPromptRows rows
+    std::vector<DecodeEntry> entries;  // for attention_decode: its slices, then the number of all units
+    int most_rows = 0;                 // of those slices
+    std::vector<DecodeRange> ranges;   // what its blocks do
 
     // Bounds for any step of `tokens` tokens in `slices` slices.
     size_t most_tiles(size_t slices, size_t tokens) const;
-    size_t slots() const { return slots_; }  // of the workspace where parts meet
+    size_t most_ranges() const { return size_t(kMostDecodeRanges) * multiprocessors_; }
+    size_t slots() const { return slots_; }  // of the workspace where attention_tensor's parts meet
 
   private:
+    void cut_ranges();
+    int largest_part(int blocks, int share) const;
+    void cut_pairs(int most, int units);
+    void cut_line(int share, int units, int total);
+
     const int group_, kv_heads_;
-    const bool tensor_;
-    const int target_;  // tiles for each KV head that fill the GPU
+    const AttentionKernels kernels_;
+    const int bits_, multiprocessors_;
+    const int whole_units_;  // that attention_decode's warps take at once
+    const int target_;       // tiles for each KV head that fill the GPU
     const size_t slots_;
 };
 

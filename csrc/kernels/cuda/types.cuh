@@ -38,6 +38,32 @@ __device__ inline __nv_bfloat16 from_float<__nv_bfloat16>(float v) {
     return __float2bfloat16_rn(v);
 }
 
+// Eight consecutive elements, aligned to their size, as fp32 and back.
+__device__ inline void load8(const float* source, float (&v)[8]) {
+    const float4 a = reinterpret_cast<const float4*>(source)[0],
+                 b = reinterpret_cast<const float4*>(source)[1];
+    v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
+}
+template <class T>
+__device__ inline void load8(const T* source, float (&v)[8]) {
+    const uint4 words = *reinterpret_cast<const uint4*>(source);
+    const T* elements = reinterpret_cast<const T*>(&words);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) v[i] = to_float(elements[i]);
+}
+__device__ inline void store8(float* target, const float (&v)[8]) {
+    reinterpret_cast<float4*>(target)[0] = make_float4(v[0], v[1], v[2], v[3]);
+    reinterpret_cast<float4*>(target)[1] = make_float4(v[4], v[5], v[6], v[7]);
+}
+template <class T>
+__device__ inline void store8(T* target, const float (&v)[8]) {
+    uint4 words;
+    T* elements = reinterpret_cast<T*>(&words);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) elements[i] = from_float<T>(v[i]);
+    *reinterpret_cast<uint4*>(target) = words;
+}
+
 // fn.operator()<T>() for the type that `type` names.
 template <class F>
 void with_type(DType type, F&& fn) {

@@ -1,0 +1,88 @@
+// The new token of a decode, inside attention_decode: the warp that attends to it rotates its key, writes
+// both rows to the cache for later steps, and puts them into its tile, which was read from the cache before.
+// What rope_and_cache does otherwise, rounding for rounding.
+#pragma once
+
+#include <type_traits>
+
+#include "kernels/cuda/decode_tile.cuh"
+
+namespace turbomill::cuda {
+
+// A row of D elements over a warp: lane l holds the D / 32 from l * D / 32 on.
+template <int D>
+using WarpRow = float[D / 32];
+
+template <class T, int D>
+__device__ inline void load_row(const T* row, WarpRow<D>& v) {
+#pragma unroll
+    for (int i = 0; i < D / 32; i += 2) {
+        const float2 both = Pair<T>::unpack(
+            *reinterpret_cast<const typename Pair<T>::type*>(row + threadIdx.x % 32 * (D / 32) + i));
+        v[i] = both.x, v[i + 1] = both.y;
+    }
+}
+
+// cos, sin [D / 2] of the token's position.
+template <int D>
+__device__ inline void rotate_row(const float* cos, const float* sin, WarpRow<D>& v) {
+    const int lane = threadIdx.x % 32, first = lane % 16 * (D / 32);
+#pragma unroll
+    for (int i = 0; i < D / 32; ++i) {
+        const float other = __shfl_xor_sync(kFullWarp, v[i], 16);
+        const float c = cos[first + i], s = sin[first + i];
+        v[i] = lane < 16 ? v[i] * c - other * s : v[i] * c + other * s;
+    }
+}
+
+// A new token's key (0) and value (1) as the cache holds them, in shared memory.
+template <int Bits, int D>
+struct FreshRows {
+    static constexpr int kBytes = D / 32 * Bits / 8;  // of a lane and row
+    using Word = std::conditional_t<
+        kBytes == 8, uint2,
+        std::conditional_t<kBytes == 4, unsigned, std::conditional_t<kBytes == 2, uint16_t, uint8_t>>>;
+
+    Word words[2][32];
+    __half2 params[2];
+
+    // By one warp: v as row `value`, here and at `row` and `param` of the cache.
+    template <class T>
+    __device__ void store(int value, const WarpRow<D>& v, uint8_t* row, __half2* param) {
+        const int lane = threadIdx.x % 32;
+        Word word;
+        if constexpr (Bits == 16) {
+            T* elements = reinterpret_cast<T*>(&word);
+#pragma unroll
+            for (int i = 0; i < D / 32; ++i) elements[i] = from_float<T>(v[i]);
+        } else {
+            float low = v[0], high = v[0];
+#pragma unroll
+            for (int i = 1; i < D / 32; ++i) low = fminf(low, v[i]), high = fmaxf(high, v[i]);
+            const Quantizer quantizer(warp_min(low), warp_max(high), (1 << Bits) - 1);
+            unsigned codes = 0;
+#pragma unroll
+            for (int i = 0; i < D / 32; ++i) codes |= unsigned(quantizer.code(v[i])) << (Bits * i);
+            word = Word(codes);
+            if (lane == 0) *param = params[value] = quantizer.params;
+        }
+        words[value][lane] = word;
+        reinterpret_cast<Word*>(row)[lane] = word;
+    }
+
+    // By the same warp: row `row` of a tile of keys, the tile of values behind it, and their parameters.
+    template <int Keys>
+    __device__ void patch(uint8_t* stage, int row) const {
+        using Format = DecodeFormat<Bits, D>;
+        constexpr int kTile = Keys * Format::kRow;
+        const int lane = threadIdx.x % 32, at = lane * kBytes;
+        uint8_t* place = stage + 16 * swizzled<Format::kChunks>(row, at / 16) + at % 16;
+        *reinterpret_cast<Word*>(place) = words[0][lane];
+        *reinterpret_cast<Word*>(place + kTile) = words[1][lane];
+        if (Bits < 16 && lane < 2)
+            reinterpret_cast<__half2*>(stage + 2 * kTile)[lane * Keys + row] = params[lane];
+        __syncwarp();
+    }
+};
+
+}  // namespace turbomill::cuda

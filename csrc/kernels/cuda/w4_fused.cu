@@ -1,0 +1,97 @@
+// Launching the fused kernels: the tensor maps of their operands, and whether they fit.
+#include <atomic>
+#include <string>
+
+#include "kernels/cuda/types.cuh"
+#include "kernels/cuda/w4_fused.h"
+
+namespace turbomill::cuda {
+namespace {
+
+// The driver's function, found through the runtime: nothing links to the driver.
+PFN_cuTensorMapEncodeTiled_v12000 map_encoder() {
+    static const auto function = [] {
+        void* found = nullptr;
+        cudaDriverEntryPointQueryResult status{};
+        check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault,
+                                               &status),
+              "looking for cuTensorMapEncodeTiled");
+        if (status != cudaDriverEntryPointSuccess)
+            throw CudaError("the driver has no cuTensorMapEncodeTiled");
+        return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(found);
+    }();
+    return function;
+}
+
+// A tensor and the box that one copy brings, innermost dimension first; strides in bytes, of all but that
+// one.
+template <int Rank>
+CUtensorMap make_map(CUtensorMapDataType type, const void* data, const cuuint64_t (&sizes)[Rank],
+                     const cuuint64_t (&strides)[Rank - 1], const cuuint32_t (&box)[Rank],
+                     CUtensorMapSwizzle swizzle) {
+    CUtensorMap map;
+    const cuuint32_t steps[] = {1, 1, 1};
+    const CUresult status = map_encoder()(
+        &map, type, Rank, const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+        swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    if (status != CUDA_SUCCESS)
+        throw CudaError("cuTensorMapEncodeTiled failed with " + std::to_string(int(status)));
+    return map;
+}
+
+FusedMaps make_maps(DType type, const void* x, int rows, const W4View& w, W4Kernel kernel, bool whole) {
+    const auto element =
+        type == DType::F16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+    const int tiles = fused_stage_tiles(kernel), groups = whole ? 1 : tiles * 64 / w.group;
+    const cuuint64_t n_tiles = blocks_for(w.n, 64), k = w.k, k_tiles = w.k_tiles, all_groups = w.groups;
+    const auto params = [&](const void* data) {
+        return make_map<3>(element, data, {64, all_groups, n_tiles}, {128, all_groups * 128},
+                           {64, cuuint32_t(groups), cuuint32_t(kernel.warpgroups)},
+                           CU_TENSOR_MAP_SWIZZLE_NONE);
+    };
+    FusedMaps maps{};
+    maps.x = make_map<2>(element, x, {k, cuuint64_t(rows)}, {k * 2}, {64, cuuint32_t(kernel.tokens)},
+                         CU_TENSOR_MAP_SWIZZLE_128B);
+    // Bytes by eights: no side of a box may have more than 256 elements.
+    maps.codes =
+        make_map<3>(CU_TENSOR_MAP_DATA_TYPE_FLOAT64, w.codes, {256, k_tiles, n_tiles}, {2048, k_tiles * 2048},
+                    {256, cuuint32_t(tiles), cuuint32_t(kernel.warpgroups)}, CU_TENSOR_MAP_SWIZZLE_NONE);
+    maps.scales = params(w.scales);
+    if (w.zeros) maps.zeros = params(w.zeros);
+    return maps;
+}
+
+}  // namespace
+
+bool w4_fused_fits(DType type, const W4View& w, const void* x) {
+    // The copy engine wants rows of x at multiples of 16 bytes; scales meet codes in the type of x; a stage's
+    // tiles of K lie in one group, or each in groups of its own.
+    if (w.group != 32 && w.group != 64 && w.group % 128 && w.groups != 1) return false;
+    return w.bf16_params == (type == DType::BF16) && w.k % 8 == 0 &&
+           reinterpret_cast<uintptr_t>(x) % 16 == 0 && w4_fused_runs();
+}
+
+void w4_fused(DType type, DType out, const W4View& w, const void* x, const float* bias, void* y, int rows,
+              const W4Plan& plan, int multiprocessors, bool overlap, cudaStream_t stream) {
+    if (rows == 0) return;
+    FusedJob job{};
+    job.w = w;
+    job.bias = bias;
+    job.y = y;
+    job.out_fp32 = out == DType::F32;
+    job.rows = rows;
+    job.n_blocks = blocks_for(w.n, 64 * plan.kernel.warpgroups);
+    job.m_tiles = blocks_for(rows, plan.kernel.tokens);
+    job.splits = plan.splits;
+    job.direct = plan.splits == 1 && !job.out_fp32;
+    if (plan.splits < 1 || plan.splits > 8 || plan.splits > (w.k_tiles + 1) / 2)
+        throw std::invalid_argument("w4_fused: K cannot be split into " + std::to_string(plan.splits));
+    const bool whole = w.group > 64 || w.groups == 1;
+    const FusedMaps maps = make_maps(type, x, rows, w, plan.kernel, whole);
+    with_half_type(type, [&]<class T>() {
+        if (!launch_fused<T>(plan, whole, maps, job, multiprocessors, overlap, stream))
+            throw std::invalid_argument("w4_fused: no kernel for this plan");
+    });
+}
+
+}  // namespace turbomill::cuda

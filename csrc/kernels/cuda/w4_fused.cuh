@@ -1,0 +1,234 @@
+// W4A16 on Hopper, fused: Y^T = W X^T on the tensor cores, whose A operand, rows of N, comes from registers,
+// where the store's words of codes become fragments by a few bit operations; activations are the B operand,
+// in shared memory. One thread keeps a ring of K tiles filled by the copy engine; each of the other
+// warpgroups dequantizes and multiplies its own 64 rows: w4_fused_products.cuh.
+//
+// When tiles are too few to fill the GPU, K is split over the blocks of a cluster, which add their results in
+// order through each other's shared memory: no workspace, and the same bits every time.
+#pragma once
+
+#include <type_traits>
+
+#include "kernels/cuda/w4_fused_products.cuh"
+
+namespace turbomill::cuda {
+
+// A thread block's tiles, and its part of K.
+struct FusedWork {
+    int first, step, count;  // tiles first, first + step, ...
+    int begin, end;          // K tiles
+
+    __device__ FusedWork(const FusedJob& job, int stage_tiles) {
+        const int tiles = job.n_blocks * job.m_tiles, rank = blockIdx.x % job.splits;
+        first = blockIdx.x / job.splits, step = gridDim.x / job.splits;
+        count = (tiles - first + step - 1) / step;
+        const int stages = (job.w.k_tiles + stage_tiles - 1) / stage_tiles;
+        begin = stages * rank / job.splits * stage_tiles;
+        end = min(stages * (rank + 1) / job.splits * stage_tiles, job.w.k_tiles);
+    }
+
+    // Tiles that run at the same time share activations and weights: a band of token tiles, N by N.
+    __device__ static int2 place(const FusedJob& job, int tile) {
+        constexpr int kBand = 16;
+        const int width = min(job.m_tiles, kBand), band = tile / (width * job.n_blocks);
+        const int here = min(width, job.m_tiles - band * width), rest = tile - band * width * job.n_blocks;
+        return {rest / here, band * width + rest % here};  // block of N, tile of tokens
+    }
+};
+
+// The copying thread.
+template <int Groups, int Tokens, bool Whole, class Sizes>
+__device__ inline void fused_copies(const FusedRing<Groups, Sizes>& ring, const FusedMaps& maps,
+                                    const FusedJob& job, const FusedWork& work) {
+    constexpr int kTiles = Sizes::kTiles;
+    const W4View& w = job.w;
+    const int stage_groups = Whole ? 1 : kTiles * 64 / w.group;
+    const unsigned announced =
+        kTiles * Sizes::kInput + Groups * (Sizes::kCodes + (w.zeros ? 2 : 1) * stage_groups * 128);
+    // Stages until the next group, when a group has several.
+    const int period = !Whole ? 1 : w.groups == 1 ? 1 << 30 : w.group / (64 * kTiles);
+    prefetch_map(maps.codes);
+    prefetch_map(maps.scales);
+    prefetch_map(maps.x);
+
+    int stage = 0;
+    unsigned parity = 1;  // of a stage that nobody has used yet
+    for (int i = 0; i < work.count; ++i) {
+        const int2 place = FusedWork::place(job, work.first + i * work.step);
+        int group = 64 * work.begin / w.group, left = period - work.begin / kTiles % period;
+
+        const auto copy_weights = [&](int k, int to) {
+            const unsigned full = ring.full + 8 * to;
+            barrier_expect(full, announced);
+            copy_box(ring.codes(to), maps.codes, 0, k, place.x * Groups, full);
+            copy_box(ring.params(to), maps.scales, 0, group, place.x * Groups, full);
+            if (w.zeros)
+                copy_box(ring.params(to) + Groups * Sizes::kParams, maps.zeros, 0, group, place.x * Groups,
+                         full);
+            if (--left == 0) group += stage_groups, left = period;
+        };
+        const auto copy_input = [&](int k, int to) {
+#pragma unroll
+            for (int tile = 0; tile < kTiles; ++tile)
+                copy_box(ring.input(to) + tile * Sizes::kInput, maps.x, 64 * (k + tile), place.y * Tokens,
+                         ring.full + 8 * to);
+        };
+        int k = work.begin;
+        if (i == 0) {  // weights do not depend on the kernels before this one
+            const int lead = min((work.end - k + kTiles - 1) / kTiles, Sizes::kStages);
+            for (int to = 0; to < lead; ++to) copy_weights(k + to * kTiles, to);
+            wait_dependences();
+            for (int to = 0; to < lead; ++to) copy_input(k + to * kTiles, to);
+            k += lead * kTiles, stage = lead;
+            if (stage == Sizes::kStages) stage = 0, parity = 0;
+        }
+        for (; k < work.end; k += kTiles) {
+            barrier_wait(ring.empty + 8 * stage, parity);
+            copy_weights(k, stage);
+            copy_input(k, stage);
+            if (++stage == Sizes::kStages) stage = 0, parity ^= 1;
+        }
+    }
+}
+
+// Eight results of a token, at columns n..n+7 of y.
+template <class T>
+__device__ inline void store_eight(const FusedJob& job, int token, int n, const uint4& values) {
+    if (token >= job.rows) return;
+    T* target = static_cast<T*>(job.y) + int64_t(token) * job.w.n + n;
+    if (job.w.n % 8 == 0) {
+        if (n < job.w.n) *reinterpret_cast<uint4*>(target) = values;
+        return;
+    }
+    const T* source = reinterpret_cast<const T*>(&values);
+    for (int i = 0; i < 8; ++i)
+        if (n + i < job.w.n) target[i] = source[i];
+}
+
+// A warpgroup's results to y in T, by way of shared memory, where they are turned from columns to rows.
+template <class T, int Tokens, class Sizes>
+__device__ inline void fused_store(uint8_t* staging, const FusedJob& job, int2 place,
+                                   float (&acc)[Tokens / 2]) {
+    const int group = threadIdx.x / 128, sub = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+    T* piece = reinterpret_cast<T*>(staging) + group * Sizes::kPiece * Sizes::kPieceStride;
+    const int n0 = place.x * Sizes::kRows + group * 64, m0 = place.y * Tokens;
+    float bias[2] = {};
+    if (job.bias) {
+        const int n = n0 + 16 * sub + lane / 4;
+        if (n < job.w.n) bias[0] = job.bias[n];
+        if (n + 8 < job.w.n) bias[1] = job.bias[n + 8];
+    }
+#pragma unroll
+    for (int first = 0; first < Tokens; first += Sizes::kPiece) {
+        meet(1 + group, 128);  // the piece before is out
+#pragma unroll
+        for (int m = 0; m < Sizes::kPiece; m += 8) {
+            const float* d = acc + (first + m) / 2;
+            // Lanes 0-7 name the tokens of the upper eight rows' matrix, 8-15 those of the lower one.
+            const T* at = piece + (m + lane % 8) * Sizes::kPieceStride + 16 * sub + lane / 8 % 2 * 8;
+            asm volatile(
+                "stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(shared_address(at)),
+                "r"(pack_pair<T>(d[0] + bias[0], d[1] + bias[0])),
+                "r"(pack_pair<T>(d[2] + bias[1], d[3] + bias[1]))
+                : "memory");
+        }
+        meet(1 + group, 128);
+        for (int i = threadIdx.x % 128; i < Sizes::kPiece * 8; i += 128) {
+            const int m = i / 8, n = i % 8 * 8;
+            store_eight<T>(job, m0 + first + m, n0 + n,
+                           *reinterpret_cast<const uint4*>(piece + m * Sizes::kPieceStride + n));
+        }
+    }
+}
+
+// Every warp but the copying one leaves its sums where the ring was.
+template <int Tokens, class Sizes>
+__device__ inline void fused_leave_sums(float* sums, const float (&acc)[Tokens / 2]) {
+    const int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+    for (int i = 0; i < Tokens / 2; ++i)
+        sums[(i / 4 * 8 + 2 * t + i % 2) * Sizes::kSumStride + row + i / 2 % 2 * 8] = acc[i];
+}
+
+// The cluster's sums, added in the order of its blocks, each block a share of them, to y.
+template <class T, int Tokens, class Sizes>
+__device__ inline void fused_add_up(const float* sums, const FusedJob& job, int2 place) {
+    const int n0 = place.x * Sizes::kRows, m0 = place.y * Tokens;
+    const int count = min(Tokens, job.rows - m0) * (Sizes::kRows / 4), threads = 2 * Sizes::kRows;
+    const int rank = blockIdx.x % job.splits;
+    for (int i = rank * threads + threadIdx.x; i < count; i += job.splits * threads) {
+        const int m = i / (Sizes::kRows / 4), n = i % (Sizes::kRows / 4) * 4;
+        const float* at = sums + m * Sizes::kSumStride + n;
+        float v[4] = {};
+        for (int r = 0; r < job.splits; ++r) {
+            const float4 part = load_remote(at, r);
+            v[0] += part.x, v[1] += part.y, v[2] += part.z, v[3] += part.w;
+        }
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            if (n0 + n + j >= job.w.n) continue;
+            const float value = job.bias ? v[j] + job.bias[n0 + n + j] : v[j];
+            const int64_t target = int64_t(m0 + m) * job.w.n + n0 + n + j;
+            if (job.out_fp32) {
+                static_cast<float*>(job.y)[target] = value;
+            } else {
+                static_cast<T*>(job.y)[target] = from_float<T>(value);
+            }
+        }
+    }
+}
+
+template <class T, int Groups, int Tokens, int Blocks, bool Whole>
+__global__ void __launch_bounds__(FusedSizes<Groups, Tokens, Blocks, Whole>::kThreads, Blocks)
+    fused_kernel(const __grid_constant__ FusedMaps maps, const FusedJob job) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    using Sizes = FusedSizes<Groups, Tokens, Blocks, Whole>;
+    extern __shared__ uint8_t dynamic[];
+    // Static, so that the host can tell this body from the empty one of other architectures.
+    __shared__ uint64_t barriers[2 * Sizes::kStages];
+    uint8_t* base = dynamic + (1024 - shared_address(dynamic) % 1024) % 1024;
+    const FusedRing<Groups, Sizes> ring{shared_address(base), shared_address(barriers),
+                                        shared_address(barriers + Sizes::kStages)};
+    const FusedWork work(job, Sizes::kTiles);
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < Sizes::kStages; ++i) {
+            barrier_init(ring.full + 8 * i, 1);
+            barrier_init(ring.empty + 8 * i, Groups * 4);
+        }
+        barrier_init_fence();
+    }
+    __syncthreads();
+    launch_dependents();
+    if (threadIdx.x >= 128 * Groups) {
+        if constexpr (Sizes::kHandsOn) registers_down<Sizes::kCopyRegisters>();
+        if (threadIdx.x == 128 * Groups) fused_copies<Groups, Tokens, Whole>(ring, maps, job, work);
+        __syncwarp();
+        if (job.direct) return;
+        cluster_meet();
+        cluster_meet();
+    } else {
+        if constexpr (Sizes::kHandsOn) registers_up<Sizes::kProductRegisters>();
+        using Products = std::conditional_t<Sizes::kByWarps, WarpProducts<T, Groups, Tokens, Whole, Sizes>,
+                                            GroupProducts<T, Groups, Tokens, Whole, Sizes>>;
+        Products products(ring, job);
+        for (int i = 0; i < work.count; ++i) {
+            const int2 place = FusedWork::place(job, work.first + i * work.step);
+            float acc[Tokens / 2];
+            products.run(work.begin, work.end, acc);
+            if (job.direct) {
+                fused_store<T, Tokens, Sizes>(base + Sizes::kRing, job, place, acc);
+                continue;
+            }
+            float* sums = reinterpret_cast<float*>(base);
+            meet(1, 128 * Groups);  // nobody reads the ring any more
+            fused_leave_sums<Tokens, Sizes>(sums, acc);
+            cluster_meet();
+            fused_add_up<T, Tokens, Sizes>(sums, job, place);
+            cluster_meet();  // nobody leaves while others read its sums
+            return;
+        }
+    }
+#endif
+}
+
+}  // namespace turbomill::cuda

@@ -1,0 +1,24 @@
+#include "kernels/cuda/w4_fused_launch.cuh"
+
+namespace turbomill::cuda {
+
+template bool launch_fused<__half>(const W4Plan&, bool, const FusedMaps&, const FusedJob&, int, bool,
+                                   cudaStream_t);
+
+bool w4_fused_runs() {
+    static std::atomic<int> answers[64];  // by device: 0 not asked, 1 no, 2 yes
+    int device = 0;
+    check(cudaGetDevice(&device), "cudaGetDevice");
+    std::atomic<int>& answer = answers[device % 64];
+    if (!answer) {
+        cudaFuncAttributes attributes{};
+        const bool runs =
+            cudaFuncGetAttributes(&attributes, fused_kernel<__half, 2, 8, 2, true>) == cudaSuccess &&
+            attributes.sharedSizeBytes > 0;  // the empty body of other architectures has none
+        cudaGetLastError();
+        answer = runs ? 2 : 1;
+    }
+    return answer == 2;
+}
+
+}  // namespace turbomill::cuda

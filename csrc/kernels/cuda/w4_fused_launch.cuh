@@ -1,0 +1,60 @@
+// The kernels of one type of activations, by plan.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <iterator>
+#include <utility>
+
+#include "kernels/cuda/error.h"
+#include "kernels/cuda/w4_fused.cuh"
+
+namespace turbomill::cuda {
+
+template <class T, int Groups, int Tokens, int Blocks, bool Whole>
+void launch_fused_kernel(const FusedMaps& maps, const FusedJob& job, int multiprocessors, bool overlap,
+                         cudaStream_t stream) {
+    using Sizes = FusedSizes<Groups, Tokens, Blocks, Whole>;
+    const auto kernel = fused_kernel<T, Groups, Tokens, Blocks, Whole>;
+    static std::atomic<uint64_t> prepared{0};  // devices, by number
+    int device = 0;
+    check(cudaGetDevice(&device), "cudaGetDevice");
+    if (!(prepared.load() >> device % 64 & 1)) {
+        check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Sizes::kShared),
+              "a kernel's shared memory");
+        prepared |= uint64_t(1) << device % 64;
+    }
+    const int tiles = job.n_blocks * job.m_tiles;
+    cudaLaunchConfig_t config{};
+    config.gridDim = job.direct ? std::min(tiles, multiprocessors * Blocks) : tiles * job.splits;
+    config.blockDim = Sizes::kThreads;
+    config.dynamicSmemBytes = Sizes::kShared;
+    config.stream = stream;
+    cudaLaunchAttribute attributes[2];
+    attributes[0].id = cudaLaunchAttributeClusterDimension;
+    attributes[0].val.clusterDim.x = unsigned(job.splits);
+    attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
+    attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[1].val.programmaticStreamSerializationAllowed = 1;
+    config.attrs = attributes;
+    config.numAttrs = overlap ? 2 : 1;
+    check(cudaLaunchKernelEx(&config, kernel, maps, job), "launching w4_fused");
+}
+
+template <class T>
+bool launch_fused(const W4Plan& plan, bool whole, const FusedMaps& maps, const FusedJob& job,
+                  int multiprocessors, bool overlap, cudaStream_t stream) {
+    const auto launch_if = [&]<size_t I, bool Whole>() {
+        constexpr W4Kernel kKernel = kW4Kernels[I];
+        if (!(plan.kernel == kKernel) || whole != Whole) return false;
+        launch_fused_kernel<T, kKernel.warpgroups, kKernel.tokens, kKernel.blocks, Whole>(
+            maps, job, multiprocessors, overlap, stream);
+        return true;
+    };
+    return [&]<size_t... I>(std::index_sequence<I...>) {
+        return ((launch_if.template operator()<I, true>() || launch_if.template operator()<I, false>()) ||
+                ...);
+    }(std::make_index_sequence<std::size(kW4Kernels)>());
+}
+
+}  // namespace turbomill::cuda

@@ -1,0 +1,251 @@
+// The multiplying warps of the fused W4A16 kernels: from the ring in shared memory to sums in registers.
+#pragma once
+
+#include "kernels/cuda/mma.cuh"
+#include "kernels/cuda/w4_fragment.cuh"
+#include "kernels/cuda/w4_fused.h"
+#include "kernels/cuda/wgmma.cuh"
+
+namespace turbomill::cuda {
+
+// Sizes of a kernel for `Groups` warpgroups of 64 rows and `Tokens` tokens, `Blocks` to a multiprocessor.
+// Whole: a stage of the ring lies in one group of scales; otherwise groups are of 32 or 64.
+template <int Groups, int Tokens, int Blocks, bool Whole>
+struct FusedSizes {
+    static constexpr int kRows = 64 * Groups;
+    // Where accumulators fill the registers, a whole warpgroup copies, to hand most of its own on.
+    static constexpr bool kHandsOn = Groups * Tokens >= 512;
+    static constexpr int kThreads = 128 * Groups + (kHandsOn ? 128 : 32);
+    static constexpr int kCopyRegisters = Groups == 2 ? 40 : 32, kProductRegisters = Groups == 2 ? 232 : 112;
+
+    // Few tokens are multiplied by each warp for itself, with mma; more by warpgroups, with wgmma.
+    static constexpr bool kByWarps = Tokens <= 16;
+
+    // A stage of the ring: tiles of 64 of K.
+    static constexpr int kTiles = fused_stage_tiles({Groups, Tokens, Blocks});
+    static constexpr int kInput = Tokens * 128;                 // bytes of x, of a tile
+    static constexpr int kCodes = kTiles * 2048;                // of codes, of 64 rows of N
+    static constexpr int kParams = Whole ? 128 : kTiles * 256;  // of scales, and as many of zeros, likewise
+    static constexpr int kStage = kTiles * kInput + Groups * (kCodes + 2 * kParams);
+    // Codes become fragments and are multiplied in two steps a stage: while one runs, the next is made.
+    static constexpr int kStepWords = 2 * kTiles;
+
+    // Results on their way out: a warpgroup's, kPiece tokens at a time.
+    static constexpr int kPiece = Tokens < 64 ? Tokens : 64, kPieceStride = 72;
+    static constexpr int kOut = Groups * kPiece * kPieceStride * 2;
+    static constexpr int kSumStride = kRows + 4;  // of a token's fp32 sums: no two lanes meet in a bank
+    static constexpr int kSums = Tokens * kSumStride * 4;  // in the ring's place
+
+    static constexpr int kBudget = (Blocks == 1 ? 227 : 113) * 1024 - 1024 - 512;
+    static constexpr int kFit = (kBudget - kOut) / kStage;
+    static constexpr int kStages = kFit > 12 ? 12 : kFit;
+    static constexpr int kRing = kStages * kStage > kSums ? kStages * kStage : kSums;
+    static constexpr int kShared = kRing + kOut + 1024;  // the ring begins at a multiple of 1024
+    static_assert(kStages >= 3 && kRing + kOut <= kBudget);
+};
+
+// Addresses in shared memory.
+template <int Groups, class Sizes>
+struct FusedRing {
+    unsigned base, full, empty;  // of the data, and of the stages' barriers, 8 bytes each
+
+    __device__ unsigned input(int stage) const { return base + stage * (Sizes::kTiles * Sizes::kInput); }
+    __device__ unsigned codes(int stage) const {
+        return input(Sizes::kStages) + stage * (Groups * Sizes::kCodes);
+    }
+    __device__ unsigned params(int stage) const {
+        return codes(Sizes::kStages) + stage * (2 * Groups * Sizes::kParams);
+    }
+};
+
+// Where a multiplying warp finds its part of a stage.
+template <class T, int Groups, bool Whole, class Sizes>
+struct RingReader {
+    unsigned codes, params, full;
+    bool zeros, halves, releases;
+    int stage = 0;
+    unsigned parity = 0;
+
+    __device__ RingReader(const FusedRing<Groups, Sizes>& ring, const FusedJob& job) {
+        const int group = threadIdx.x / 128, sub = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+        const int stage_groups = Whole ? 1 : Sizes::kTiles * 64 / job.w.group;
+        codes = ring.codes(0) + group * Sizes::kCodes + sub * 512 + lane * 16;
+        params = ring.params(0) + group * stage_groups * 128 + sub * 32 + lane / 4 * 4;
+        full = ring.full;
+        zeros = job.w.zeros;
+        halves = job.w.group == 32;
+        releases = lane == 0;
+    }
+
+    // Waits for the stage; returns the address that names it when it is released.
+    __device__ unsigned wait() const {
+        barrier_wait(full + 8 * stage, parity);
+        return full + 8 * stage;
+    }
+    __device__ uint4 read_codes(int tile) const {
+        return load_shared_16(codes + stage * (Groups * Sizes::kCodes) + tile * 2048);
+    }
+    __device__ unsigned first_params() const { return params + stage * (2 * Groups * Sizes::kParams); }
+    __device__ unsigned read_zeros(unsigned at) const {
+        return zeros ? load_shared_4(at + Groups * Sizes::kParams) : ShiftedCodes<T>::kEight;
+    }
+    __device__ void advance() {
+        if (++stage == Sizes::kStages) stage = 0, parity ^= 1;
+    }
+    // The copying thread may fill a stage again. `empty` barriers lie after the `full` ones.
+    __device__ void release(unsigned named) const {
+        if (releases) barrier_arrive(named + 8 * Sizes::kStages);
+    }
+};
+
+// A multiplying warp's way through the ring, with wgmma: weights are rounded to T.
+template <class T, int Groups, int Tokens, bool Whole, class Sizes>
+class GroupProducts {
+  public:
+    __device__ GroupProducts(const FusedRing<Groups, Sizes>& ring, const FusedJob& job)
+        : at_(ring, job), rows_(swizzled_rows(ring.input(0))) {}
+
+    // acc [64, Tokens] of the warpgroup = its rows of W times X, over tiles [begin, end) of K.
+    __device__ void run(int begin, int end, float (&acc)[Tokens / 2]) {
+        constexpr int kTiles = Sizes::kTiles;
+        unsigned a[2][Sizes::kStepWords][4];
+        unsigned done = 0;  // the stage whose products are not known to have ended, by name
+        for (int k = begin; k < end; k += kTiles) {
+            const unsigned named = at_.wait(), rows = rows_ + at_.stage * (kTiles * Sizes::kInput / 16);
+            uint4 codes[kTiles];
+#pragma unroll
+            for (int tile = 0; tile < kTiles; ++tile) codes[tile] = at_.read_codes(tile);
+            unsigned params = at_.first_params();
+            ScaledCodes<T> scaled = params_at(params);
+            const auto next_params = [&] { scaled = params_at(params += 128); };
+            if constexpr (kTiles == 1) {
+                scaled(codes[0].x, a[0][0]);
+                scaled(codes[0].y, a[0][1]);
+                multiply(a[0], rows, k > begin, acc);
+                if (done) at_.release(done);
+                if (!Whole && at_.halves) next_params();
+                scaled(codes[0].z, a[1][0]);
+                scaled(codes[0].w, a[1][1]);
+                multiply(a[1], rows + 64 / 16, true, acc);
+            } else {
+                scaled(codes[0].x, a[0][0]);
+                scaled(codes[0].y, a[0][1]);
+                if (!Whole && at_.halves) next_params();
+                scaled(codes[0].z, a[0][2]);
+                scaled(codes[0].w, a[0][3]);
+                multiply(a[0], rows, k > begin, acc);
+                if (done) at_.release(done);
+                if (!Whole) next_params();
+                scaled(codes[1].x, a[1][0]);
+                scaled(codes[1].y, a[1][1]);
+                if (!Whole && at_.halves) next_params();
+                scaled(codes[1].z, a[1][2]);
+                scaled(codes[1].w, a[1][3]);
+                multiply(a[1], rows + Sizes::kInput / 16, true, acc);
+            }
+            done = named;
+            at_.advance();
+        }
+        products_wait<0>();
+        at_.release(done);
+    }
+
+  private:
+    __device__ ScaledCodes<T> params_at(unsigned at) const { return {load_shared_4(at), at_.read_zeros(at)}; }
+    // Queues a step's products, and waits for those before.
+    __device__ void multiply(const unsigned (&a)[Sizes::kStepWords][4], unsigned rows, int add,
+                             float (&acc)[Tokens / 2]) const {
+        products_begin();
+#pragma unroll
+        for (int j = 0; j < Sizes::kStepWords; ++j)
+            queue_product<T, Tokens>(acc, a[j], describe(rows + 32 * j / 16), j > 0 ? 1 : add);
+        products_commit();
+        products_wait<1>();
+    }
+
+    RingReader<T, Groups, Whole, Sizes> at_;
+    unsigned rows_;
+};
+
+// The same with mma, where a warp waits for nobody else. A group's products of code - zero, which is exact,
+// are summed and scaled then: no weight is rounded.
+template <class T, int Groups, int Tokens, bool Whole, class Sizes>
+class WarpProducts {
+  public:
+    __device__ WarpProducts(const FusedRing<Groups, Sizes>& ring, const FusedJob& job) : at_(ring, job) {
+        // Lane 8q + r names row r of the q-th eight columns, which the copy engine's swizzle puts at q ^ r.
+        const int row = threadIdx.x % 8, eight = threadIdx.x % 32 / 8;
+        input_ = ring.input(0) + row * 128 + (eight ^ row) * 16;
+    }
+
+    // acc [16, Tokens] of the warp = its rows of W times X, over tiles [begin, end) of K.
+    __device__ void run(int begin, int end, float (&acc)[Tokens / 2]) {
+        constexpr int kTiles = Sizes::kTiles;
+#pragma unroll
+        for (float& v : acc) v = 0.f;
+        for (int k = begin; k < end; k += kTiles) {
+            const unsigned named = at_.wait();
+            uint4 codes[kTiles];
+#pragma unroll
+            for (int tile = 0; tile < kTiles; ++tile) codes[tile] = at_.read_codes(tile);
+            unsigned params = at_.first_params();
+            unsigned scales = load_shared_4(params);
+            ShiftedCodes<T> shifted(at_.read_zeros(params));
+            float part[Tokens / 2] = {};
+            const auto next_params = [&] {
+                add_scaled(part, scales, acc);
+#pragma unroll
+                for (float& v : part) v = 0.f;
+                params += 128;
+                scales = load_shared_4(params);
+                shifted = ShiftedCodes<T>(at_.read_zeros(params));
+            };
+#pragma unroll
+            for (int tile = 0; tile < kTiles; ++tile) {
+                const unsigned input = input_ + (at_.stage * kTiles + tile) * Sizes::kInput;
+                const unsigned words[4] = {codes[tile].x, codes[tile].y, codes[tile].z, codes[tile].w};
+                if (!Whole && tile > 0) next_params();
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    if (!Whole && half > 0 && at_.halves) next_params();
+                    unsigned a[2][4];
+                    fragment(shifted, words[2 * half], a[0]);
+                    fragment(shifted, words[2 * half + 1], a[1]);
+#pragma unroll
+                    for (int m = 0; m < Tokens / 8; ++m) {
+                        unsigned b[4];
+                        load_matrices(b, (input + m * 1024) ^ (64 * half));
+                        float (&d)[4] = reinterpret_cast<float (&)[4]>(part[4 * m]);
+                        mma<T>(d, a[0], b[0], b[1]);
+                        mma<T>(d, a[1], b[2], b[3]);
+                    }
+                }
+            }
+            __syncwarp();
+            at_.release(named);
+            add_scaled(part, scales, acc);
+            at_.advance();
+        }
+    }
+
+  private:
+    using Two = typename ShiftedCodes<T>::Two;
+
+    __device__ static void fragment(const ShiftedCodes<T>& shifted, unsigned word, unsigned (&a)[4]) {
+        Two w[4];
+        shifted(word, w);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) a[i] = reinterpret_cast<const unsigned&>(w[i]);
+    }
+    __device__ static void add_scaled(const float (&part)[Tokens / 2], unsigned scales,
+                                      float (&acc)[Tokens / 2]) {
+        const float2 scale = Pair<T>::unpack(reinterpret_cast<const Two&>(scales));
+#pragma unroll
+        for (int i = 0; i < Tokens / 2; ++i) acc[i] += part[i] * (i / 2 % 2 ? scale.y : scale.x);
+    }
+
+    RingReader<T, Groups, Whole, Sizes> at_;
+    unsigned input_;
+};
+
+}  // namespace turbomill::cuda

@@ -1,0 +1,93 @@
+"""`make tune-gpu`: time the plans of the fused 4-bit kernels and write the fastest into their table.
+
+The table is compiled in: build again afterwards (the Makefile does).
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import itertools
+import re
+from pathlib import Path
+
+from turbomill import _core
+from turbomill.reports.bench_gpu.kernels import ROWS, SHAPES, check_linear
+
+TABLE = Path("csrc/kernels/cuda/w4_plans_sm90a.inc")
+# {n, k, rows, overlap, {{warpgroups, tokens, blocks}, splits}},  // microseconds
+ENTRY = re.compile(r"\{(\d+), (\d+), (\d+), (true|false), \{\{\d+, \d+, \d+\}, \d+\}\}")
+MOST_SPLITS = 8
+MOST_OVERLAPPING = 1024  # rows; above, launches do not overlap
+
+Key = tuple[bool, int, int, int]  # overlap, n, k, rows
+Plan = tuple[int, int, int, int]  # warpgroups, tokens, blocks, splits
+
+
+def candidates(n: int, k: int, rows: int, multiprocessors: int) -> list[Plan]:
+    """Plans worth timing: tiles of tokens that fit the rows, and splits of K that fill the GPU once."""
+    plans = []
+    for warpgroups, tokens, blocks in _core.kernels_cuda.w4_kernels():
+        if tokens >= 2 * max(rows, 8) or (tokens < min(rows, 64)) or (tokens == 64 and rows > 512):
+            continue
+        tiles = -(-n // (64 * warpgroups)) * -(-rows // tokens)
+        most = min(MOST_SPLITS, -(-k // 128), max(1, multiprocessors * blocks // tiles))
+        least = min(most, -(-multiprocessors // (2 * tiles)))
+        plans += [(warpgroups, tokens, blocks, splits) for splits in range(least, most + 1)]
+    return plans
+
+
+def read_table(path: Path) -> dict[Key, str]:
+    """The entries' lines; none when there is no file."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    found = [(ENTRY.search(line), line) for line in lines]
+    return {(m[4] == "true", int(m[1]), int(m[2]), int(m[3])): line for m, line in found if m}
+
+
+def write_table(path: Path, entries: dict[Key, str], device: str) -> None:
+    """The whole table, in the order in which it is searched."""
+    head = (
+        f"// Plans timed on {device}, {datetime.date.today().isoformat()}: "
+        "{n, k, rows, overlap, {{warpgroups, tokens, blocks}, splits}}."
+    )
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text("\n".join([head, *(entries[key] for key in sorted(entries))]) + "\n")
+    partial.replace(path)
+
+
+def main() -> None:
+    """Time, print, write."""
+    parser = argparse.ArgumentParser(prog="tune-gpu", description=__doc__)
+    shapes = ",".join(f"{n}x{k}" for n, k in SHAPES)
+    parser.add_argument("--shapes", default=shapes, help="NxK of weights, by commas")
+    parser.add_argument("--rows", default=",".join(map(str, ROWS)), help="of activations, by commas")
+    parser.add_argument("--dtype", default="float16", help="of activations")
+    parser.add_argument("--group", type=int, default=128, help="of the weights' scales")
+    parser.add_argument("--repeats", type=int, default=7, help="graph replays a median is of")
+    parser.add_argument("--table", type=Path, default=TABLE, help="the table; entries not timed are kept")
+    arguments = parser.parse_args()
+    gpus = _core.cuda_devices() if "cuda" in _core.build_info()["backends"] else []
+    if not gpus or not _core.kernels_cuda.w4_fused_runs():
+        raise SystemExit("tune-gpu: needs a GPU of capability 9.0 and a build with machine code for 90a")
+    check_linear(arguments.dtype)
+    entries = read_table(arguments.table)
+    multiprocessors = _core.kernels_cuda.multiprocessors()
+    for shape in arguments.shapes.split(","):
+        n, k = map(int, shape.split("x"))
+        for rows, overlap in itertools.product(map(int, arguments.rows.split(",")), (False, True)):
+            if overlap and rows > MOST_OVERLAPPING:
+                continue
+            plans = candidates(n, k, rows, multiprocessors)
+            times = _core.kernels_cuda.bench_w4_plans(
+                n, k, rows, arguments.group, arguments.dtype, plans, overlap, arguments.repeats
+            )
+            us, (warpgroups, tokens, blocks, splits) = min(zip(times, plans, strict=True))
+            plan = f"{{{{{warpgroups}, {tokens}, {blocks}}}, {splits}}}"
+            line = f"{{{n}, {k}, {rows}, {str(overlap).lower()}, {plan}}},  // {us:.1f} us"
+            entries[overlap, n, k, rows] = line
+            print(line, flush=True)
+    write_table(arguments.table, entries, gpus[0]["name"])
+
+
+if __name__ == "__main__":
+    main()
