@@ -41,8 +41,11 @@ def test_every_row_comes_back(work_dir):
 def test_the_report_has_the_table(work_dir):
     html, markdown = write_report([load_quantization(work_dir)], work_dir / "report.html")
     page, text = html.read_text(), markdown.read_text()
-    for row in ("| 0 self_attn.q_proj | w4g64asym | gptq | 0.040000 | 0.012346 | 0.011000 | 4,096 | 1.25 |",
-                "| 0 mlp.experts.3.up_proj | - | rtn, fell back | - | - | 0.012000 | 7 | 0.50 |"):  # fmt: skip
+    rows = (
+        "| 0 self_attn.q_proj | w4g64asym | gptq | 0.040000 | 0.012346 | 0.011000 | 4,096 | 1.25 |",
+        "| 0 mlp.experts.3.up_proj | - | rtn, fell back | - | - | 0.012000 | 7 | 0.50 |",
+    )
+    for row in rows:
         assert row in text
     assert "gptq: 3 linears in 12.5 s" in text and "2 fell back to rounding" in text
     assert "1 mlp.down_proj" in page and "turbomill lite auto_gptq m" in page
