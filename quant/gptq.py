@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from turbomill.quant.grid import Grid, Quantized
-from turbomill.quant.parallel import spread
+from turbomill.quant.parallel import row_parts, spread
 
 logger = logging.getLogger("turbomill.quant")
 
 BLOCK = 128  # columns updated at once ("lazy batch updates", section 3.3 of the paper)
-ROWS = 512  # rows of the weight solved together: they stay in the cache, and the parts run side by side
 
 
 def round_columns(weight: Tensor, hessian: Tensor, grid: Grid, damping: float = 0.01) -> Quantized:
@@ -34,7 +33,7 @@ def round_columns(weight: Tensor, hessian: Tensor, grid: Grid, damping: float = 
         zeros = grid.zeros[rows].to(weight.dtype).T[group].contiguous()  # [K, n]
         return _solve(rest, scales, zeros, factor, grid.spec.top)
 
-    parts = spread(solve, [slice(at, at + ROWS) for at in range(0, weight.shape[0], ROWS)], weight.device)
+    parts = spread(solve, row_parts(weight.shape[0]), weight.device)
     restored = torch.empty_like(weight.T)
     restored[order] = torch.cat(parts, dim=1)
     return Quantized(restored.T.contiguous(), grid)

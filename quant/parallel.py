@@ -39,6 +39,17 @@ def _pool(threads: int) -> ThreadPoolExecutor:
     return pool
 
 
+ROWS = 768  # of a weight in work together: they stay in the cache
+
+
+def row_parts(rows: int) -> list[slice]:
+    """An even number of equal parts of at most ROWS rows. Not the machine's number of threads: a result must
+    not depend on it."""
+    count = 2 * -(-rows // (2 * ROWS))
+    step = -(-rows // count)
+    return [slice(at, min(at + step, rows)) for at in range(0, rows, step)]
+
+
 def spread(function: Callable[[Item], Result], items: Iterable[Item], device: torch.device) -> list[Result]:
     """function(item) for each item, in order, without gradients, its tensors being on `device`.
 

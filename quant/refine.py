@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from turbomill.quant.grid import Grid, Quantized
-from turbomill.quant.parallel import spread
+from turbomill.quant.parallel import row_parts, spread
 
-ROWS = 512  # rows of the weight in work at a time
 BLOCK = 128  # columns whose changes are applied together
 
 
@@ -31,8 +30,7 @@ def refine(weight: Tensor, hessian: Tensor, quantized: Quantized, passes: int, d
             codes = descend(part, damped, codes, grid)
         return codes, grid.scales
 
-    pieces = [slice(at, at + ROWS) for at in range(0, weight.shape[0], ROWS)]
-    done = spread(improve, pieces, weight.device)
+    done = spread(improve, row_parts(weight.shape[0]), weight.device)
     grid = Grid(torch.cat([scales for _, scales in done]), quantized.grid.zeros, quantized.grid.spec)
     return Quantized(torch.cat([codes for codes, _ in done]), grid)
 
@@ -47,25 +45,19 @@ def refit_scales(weight: Tensor, hessian: Tensor, codes: Tensor, grid: Grid) -> 
     for g in range(count):
         seen = centred[:, g] @ hessian[g * group : (g + 1) * group]  # [N, K]
         normal[:, g] = (seen.reshape(n, count, group) * centred).sum(-1)
-    wanted = ((weight @ hessian).reshape(n, count, group) * centred).sum(-1)  # [N, G]
-    # A group whose codes all stand for 0 has no say: its scale stays.
-    silent = normal.diagonal(dim1=1, dim2=2) <= 0
-    ridge = normal.diagonal(dim1=1, dim2=2).mean(-1, keepdim=True) * 1e-6 + silent.float()
-    normal = normal + torch.diag_embed(ridge)
-    found = grid.scales + torch.linalg.solve(
-        normal, (wanted - (normal @ grid.scales[..., None])[..., 0])[..., None]
-    )[..., 0].where(~silent, torch.zeros(()).to(weight))
-    found = found.to(grid.spec.dtype).float()
-    usable = torch.isfinite(found) & (found > 0)
-    refitted = Grid(torch.where(usable, found, grid.scales), grid.zeros, grid.spec)
-    better = row_loss(weight, hessian, codes, refitted) < row_loss(weight, hessian, codes, grid)
-    return Grid(torch.where(better[:, None], refitted.scales, grid.scales), grid.zeros, grid.spec)
-
-
-def row_loss(weight: Tensor, hessian: Tensor, codes: Tensor, grid: Grid) -> Tensor:
-    """Each row's error [N]."""
     delta = weight - grid.decode(codes)
-    return ((delta @ hessian) * delta).sum(-1)
+    wanted = ((delta @ hessian).reshape(n, count, group) * centred).sum(-1)  # [N, G]
+    # A group whose codes all stand for 0 has no say: its scale stays.
+    diagonal = normal.diagonal(dim1=1, dim2=2)
+    silent = diagonal <= 0
+    ridge = diagonal.mean(-1, keepdim=True) * 1e-6 + silent.float()
+    change = torch.linalg.solve(normal + torch.diag_embed(ridge), wanted[..., None])[..., 0]
+    found = (grid.scales + change.masked_fill(silent, 0)).to(grid.spec.dtype).float()
+    found = torch.where(torch.isfinite(found) & (found > 0), found, grid.scales)
+    # What rounding to 16 bits leaves of the gain: the error is quadratic in the change.
+    change = found - grid.scales
+    gain = (change * (2 * wanted - (normal @ change[..., None])[..., 0])).sum(-1, keepdim=True)
+    return Grid(torch.where(gain > 0, found, grid.scales), grid.zeros, grid.spec)
 
 
 def descend(weight: Tensor, hessian: Tensor, codes: Tensor, grid: Grid) -> Tensor:
@@ -81,7 +73,8 @@ def descend(weight: Tensor, hessian: Tensor, codes: Tensor, grid: Grid) -> Tenso
     order = hessian.diagonal().argsort(descending=True, stable=True)
     for start in range(0, k, BLOCK):
         columns = order[start : start + BLOCK]
-        block = hessian[columns][:, columns]  # [b, b]
+        across = hessian[columns]  # [b, K]
+        block = across[:, columns]  # [b, b]
         local = pull[columns]  # [b, N]
         moved = torch.zeros_like(local)
         for i, at in enumerate(columns.tolist()):
@@ -93,6 +86,6 @@ def descend(weight: Tensor, hessian: Tensor, codes: Tensor, grid: Grid) -> Tenso
             codes[at] = code
             delta[at] += step
             moved[i] = step
-            local.addr_(block[:, i], step)
-        pull.addmm_(hessian[:, columns], moved)
+            local.addr_(block[i], step)
+        pull.addmm_(across.T, moved)
     return codes.T.contiguous()

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from turbomill.quant.parallel import spread, workers
+from turbomill.quant.parallel import ROWS, row_parts, spread, workers
 
 CPU = torch.device("cpu")
 
@@ -26,3 +26,10 @@ def test_the_first_exception_is_raised() -> None:
 
     with pytest.raises(ValueError, match="piece 3"):
         spread(fail, range(10), CPU)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 576, 2 * ROWS, 2 * ROWS + 1, 28672])
+def test_row_parts_cover_every_row_once(rows) -> None:
+    parts = row_parts(rows)
+    assert [row for part in parts for row in range(part.start, part.stop)] == list(range(rows))
+    assert all(part.stop - part.start <= ROWS for part in parts)

@@ -10,7 +10,7 @@ from turbomill.quant.correct import corrected
 from turbomill.quant.gptq import round_columns
 from turbomill.quant.grid import GridSpec, Quantized, searched_grid
 from turbomill.quant.inputs import InputStats
-from turbomill.quant.refine import descend, refine, refit_scales, row_loss
+from turbomill.quant.refine import descend, refine, refit_scales
 
 
 def problem(n=24, k=96, group=32, bits=4, symmetric=False):
@@ -21,6 +21,11 @@ def problem(n=24, k=96, group=32, bits=4, symmetric=False):
     spec = GridSpec(QuantScheme(bits, group, symmetric), torch.float16, min_zero=1)
     grid = searched_grid(weight, hessian.diagonal(), spec)
     return weight, hessian, Quantized(grid.codes(weight), grid)
+
+
+def row_loss(weight, hessian, codes, grid):
+    delta = weight - grid.decode(codes)
+    return ((delta @ hessian) * delta).sum(-1)
 
 
 def test_the_correction_solves_the_least_squares_problem():
