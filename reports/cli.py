@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -286,6 +287,39 @@ def report(runs: tuple[Path, ...], output: Path | None, as_json: bool) -> None:
         console.emit_json({"html": str(html), "markdown": str(markdown)})
     else:
         console.stdout.print(f"{html}\n{markdown}", soft_wrap=True, markup=False, highlight=False)
+
+
+@click.command(context_settings=SETTINGS)
+@click.argument("store", type=click.Path(path_type=Path))
+@click.option(
+    "--against", metavar="MODEL", help="The checkpoint it was converted from: compare every tensor."
+)
+@click.option("--device", default="auto", show_default=True, help="Where the engine loads it.")
+@click.option("--json", "as_json", is_flag=True, help="Print the checks as JSON on stdout.")
+def verify(store: Path, against: str | None, device: str, as_json: bool) -> None:
+    """Check a STORE before it is deployed: files, chat template, engine and, with --against, every tensor and
+    the logits.
+
+    The exit code is 1 when a check fails.
+    """
+    from dataclasses import asdict
+
+    from rich.markup import escape
+
+    from turbomill import console
+    from turbomill.reports.verify import verify as run
+
+    console.setup_logging()
+    checks = run(store, against, device)
+    good = all(check.ok for check in checks)
+    if as_json:
+        console.emit_json({"ok": good, "checks": [asdict(check) for check in checks]})
+    else:
+        for check in checks:
+            mark = "[green]ok[/green]  " if check.ok else "[red]FAIL[/red]"
+            console.stdout.print(f"{mark} {check.name}: {escape(check.detail)}", soft_wrap=True)
+    if not good:
+        sys.exit(1)
 
 
 @click.command(context_settings=SETTINGS)
