@@ -15,6 +15,8 @@ def words_for(count: int, bits: int) -> int:
 
 def pack_bits(codes: Tensor, bits: int) -> Tensor:
     """Pack uint8 codes [M, ...] along dim 0 into int32 [ceil(M * bits / 32), ...]; unused bits are zero."""
+    if 8 % bits == 0 and codes.shape[0] * bits % 32 == 0:
+        return _pack_bytes(codes, bits)
     period = 32 // gcd(32, bits)  # values after which the pattern of words repeats
     per_period = period * bits // 32  # words
     count, rest = codes.shape[0], codes.shape[1:]
@@ -29,6 +31,19 @@ def pack_bits(codes: Tensor, bits: int) -> Tensor:
             words[:have, word + 1] |= values >> (32 - shift)
     packed = words.reshape(periods * per_period, *rest)[: words_for(count, bits)]
     return torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
+
+
+def _pack_bytes(codes: Tensor, bits: int) -> Tensor:
+    """The same where no value straddles a byte: byte by byte, several times faster."""
+    per_byte = 8 // bits
+    per_word = 4 * per_byte
+    planes = []
+    for byte in range(4):
+        plane = codes[byte * per_byte :: per_word].clone()  # [M * bits / 32, ...]
+        for i in range(1, per_byte):
+            plane |= codes[byte * per_byte + i :: per_word] << (i * bits)
+        planes.append(plane)
+    return torch.stack(planes, dim=-1).view(torch.int32).squeeze(-1)  # little-endian, as the formats are
 
 
 def unpack_bits(words: Tensor, bits: int, count: int) -> Tensor:
