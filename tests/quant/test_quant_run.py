@@ -417,7 +417,9 @@ def test_a_stage_that_got_worse_falls_back_and_says_so(tiny, text_file, tmp_path
 
     monkeypatch.setattr(layer, "round_columns", worse)
     logging.getLogger("turbomill").propagate = True
-    result = quantize(tiny, tmp_path / "gptq", "gptq", options_of(text_file))
+    # Without the correction for drifted inputs, which changes what is rounded.
+    options = options_of(text_file, correct=False)
+    result = quantize(tiny, tmp_path / "gptq", "gptq", options)
     assert result.fallbacks == 14 and all(row.method == "rtn" for row in result.rows)
     assert "rounded to nearest" in caplog.text
     quantize(tiny, tmp_path / "rtn", "rtn", options_of(text_file))
