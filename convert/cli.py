@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import rich_click as click
@@ -58,6 +60,37 @@ def inspect(path: str | None, architectures: bool, tensors: bool, verify: bool, 
         console.emit_json(found.to_dict())
     else:
         console.stdout.print(found.render(tensors=tensors))
+
+
+@click.command()
+@click.argument("a", metavar="A")
+@click.argument("b", metavar="B")
+@click.option("--json", "as_json", is_flag=True, help="Print the differences as JSON on stdout.")
+def diff(a: str, b: str, as_json: bool) -> None:
+    """Compare two models, each a checkpoint or a store: sizes, and every weight as what it stands for.
+
+    The exit code is 1 when they differ.
+    """
+    console.setup_logging()
+    from rich.table import Table
+
+    from turbomill.convert.diff import diff as run
+
+    found = run(a, b)
+    if as_json:
+        console.emit_json({**asdict(found), "same": found.same})
+    else:
+        for key, (one, other) in found.sizes.items():
+            console.stdout.print(f"{key}: {one} and {other}")
+        if found.tensors:
+            table = Table("tensor", "A", "B", "largest difference", "relative error")
+            for line in sorted(found.tensors, key=lambda line: -(line.relative or float("inf"))):
+                numbers = (f"{n:.3g}" if n is not None else "" for n in (line.largest, line.relative))
+                table.add_row(line.name, line.a, line.b, *numbers)
+            console.stdout.print(table)
+        console.stdout.print(f"{len(found.tensors)} tensors differ, {found.equal} are equal")
+    if not found.same:
+        sys.exit(1)
 
 
 def _list_architectures(as_json: bool) -> None:

@@ -17,6 +17,7 @@ COMMANDS = {
     "lite": ("turbomill.quant.cli", "lite"),
     "convert": ("turbomill.convert.cli", "convert"),
     "inspect": ("turbomill.convert.cli", "inspect"),
+    "diff": ("turbomill.convert.cli", "diff"),
     "verify": ("turbomill.reports.cli", "verify"),
     "serve": ("turbomill.engine.cli", "serve"),
     "chat": ("turbomill.engine.cli", "chat"),
