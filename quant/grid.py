@@ -67,6 +67,10 @@ class Quantized:
         """fp32 [N, K]."""
         return self.grid.decode(self.codes.float())
 
+    def compact(self) -> Quantized:
+        """The same with a byte a code."""
+        return Quantized(self.codes.to(torch.uint8), self.grid)
+
     def linear(self, bias: Tensor | None) -> QuantLinear:
         """The canonical form on the CPU, scales in the spec's dtype."""
         spec = self.grid.spec

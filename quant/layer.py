@@ -59,7 +59,7 @@ class LayerWork:
 
     def store(self, name: str, quantized: Quantized) -> None:
         """Keep a result and let the module compute with it from now on."""
-        self.done[name] = quantized
+        self.done[name] = quantized.compact()
         self.module.get_submodule(name).weight.data = quantized.weight()  # type: ignore[union-attr]
 
 

@@ -80,6 +80,9 @@ class Exact(Quantized):
     def weight(self):
         return self.codes * self.grid.scales[:, :1]
 
+    def compact(self):
+        return self
+
 
 @pytest.fixture
 def without_rounding(monkeypatch):

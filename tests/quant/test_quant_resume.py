@@ -72,6 +72,21 @@ def test_every_method_goes_on_to_the_same_bits(model, text_file, tmp_path, monke
     )
 
 
+def test_mixed_precision_goes_on_with_the_same_schemes(model, text_file, tmp_path, monkeypatch):
+    options = options_of(text_file, budget=5.5)
+    quantize(model, tmp_path / "whole", "auto", options)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        run_module_commits(patch, 3)
+        quantize(model, tmp_path / "out", "auto", options)
+    assert layers_of(tmp_path / "out") == 2
+    with pytest.raises(UsageError, match=r"option budget \(5\.5 there, 5\.0 here\)"):
+        quantize(model, tmp_path / "out", "auto", replace(options, budget=5.0))
+    quantize(model, tmp_path / "out", "auto", options)
+    assert weights_of(tmp_path / "out") == weights_of(tmp_path / "whole")
+    configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("out", "whole")]
+    assert configs[0] == configs[1] and len(configs[0]["quantization_config"]["config_groups"]) > 1
+
+
 @pytest.mark.parametrize("name", ["internlm2", "qwen2-moe", "mixtral", "gemma2"])
 def test_other_architectures_go_on_too(name, text_file, tmp_path, monkeypatch):
     CASES[name].make(tmp_path / "model", torch.bfloat16)
