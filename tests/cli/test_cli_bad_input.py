@@ -112,7 +112,7 @@ def test_store_with_a_short_shard(turbomill, tiny_store, tmp_path):
 @pytest.mark.parametrize("method", ["rtn", "auto_awq", "auto_gptq"])
 def test_group_that_does_not_divide(turbomill, tiny, method):
     run = turbomill("lite", method, tiny, "--work-dir", "out", "--w-group-size", "48")
-    check(run, 2, "--w-group-size 48", "does not divide", "use 64 or 32")
+    check(run, 2, "--w-group-size 48", "does not divide", "use --w-group-size 64 or --w-group-size 32")
     assert nothing_written(turbomill)
 
 

@@ -12,9 +12,11 @@ from turbomill.cli import COMMANDS
 HEAVY = ("torch", "transformers", "numpy", "fastapi", "pydantic", "plotly", "jinja2", "httpx", "datasets")
 COMMAND_LINES = [
     ["lite"],
-    *(["lite", name] for name in ("calibrate", "rtn", "auto_awq", "auto_gptq")),
+    *(["lite", name] for name in ("calibrate", "rtn", "auto_awq", "auto_gptq", "auto")),
     ["convert"],
     ["inspect"],
+    ["diff"],
+    ["verify"],
     ["serve"],
     ["serve", "api_server"],
     ["chat"],
