@@ -16,11 +16,10 @@ class Recipe:
     ranges: Literal["clip", "search"] = "search"  # of groups: AWQ's clipping, or weighted by E[x^2]
     solve: bool = False  # GPTQ's rounding loop, else to nearest
     refine: int = 0  # passes of least-squares scales and coordinate descent over the codes
-    calibrated: bool = True
 
 
 RECIPES = {
-    "rtn": Recipe("rtn", calibrated=False),
+    "rtn": Recipe("rtn"),
     "awq": Recipe("awq", correct=True, scale=True, ranges="clip"),
     "gptq": Recipe("gptq", correct=True, ranges="search", solve=True),
     "auto": Recipe("auto", correct=True, ranges="search", solve=True, refine=1),

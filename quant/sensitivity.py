@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from turbomill import console
 from turbomill.convert.linear import QuantScheme
-from turbomill.quant.decoder import StreamedDecoder
+from turbomill.quant.decoder import StreamedDecoder, watching
 from turbomill.quant.grid import GridSpec, searched_grid
 
 
@@ -67,6 +67,7 @@ class _Probe:
         schemes: Sequence[QuantScheme],
         spec_of: Callable[[QuantScheme], GridSpec],
     ) -> None:
+        self._layer = layer
         self._units, self._schemes, self._spec_of = units, schemes, spec_of
         self._modules = {name: layer.get_submodule(name) for unit in units for name in unit}
         self._errors: dict[str, list[Tensor]] = {}  # per scheme: Q - W [N, K]
@@ -77,19 +78,12 @@ class _Probe:
         """Choose ranges by E[x^2], and keep each scheme's error."""
         squares = {name: torch.zeros(()) for name in self._modules}
 
-        def hook(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-            def seen(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
-                total = args[0].float().square().reshape(-1, args[0].shape[-1]).sum(0)
-                squares[name] = squares[name].to(total.device) + total
+        def see(name: str, x: Tensor) -> None:
+            total = x.float().square().reshape(-1, x.shape[-1]).sum(0)
+            squares[name] = squares[name].to(total.device) + total
 
-            return seen
-
-        handles = [module.register_forward_pre_hook(hook(name)) for name, module in self._modules.items()]
-        try:
+        with watching(self._layer, {name: lambda x, _y, name=name: see(name, x) for name in squares}):
             forward()
-        finally:
-            for handle in handles:
-                handle.remove()
         for name, module in self._modules.items():
             weight: Tensor = module.weight.data  # type: ignore[assignment]
             importance = squares[name].expand(weight.shape[1])
@@ -102,22 +96,14 @@ class _Probe:
         """Take the gradient by the layer's output back to its input [B, T, H], looking at each linear's."""
         seen: dict[str, tuple[Tensor, Tensor]] = {}
 
-        def hook(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
-            def called(_module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-                inputs = args[0].detach()
-                output.register_hook(lambda grad: seen.__setitem__(name, (inputs, grad.detach())))
+        def see(name: str, inputs: Tensor, output: Tensor) -> None:
+            output.register_hook(lambda grad: seen.__setitem__(name, (inputs.detach(), grad.detach())))
 
-            return called
-
-        handles = [module.register_forward_hook(hook(name)) for name, module in self._modules.items()]
-        try:
-            with torch.enable_grad():
-                at = x.detach().requires_grad_()
-                output = forward(at)
-                (back,) = torch.autograd.grad(output, at, gradient.to(output.device))
-        finally:
-            for handle in handles:
-                handle.remove()
+        hooks = {name: lambda i, o, name=name: see(name, i, o) for name in self._modules}
+        with watching(self._layer, hooks), torch.enable_grad():
+            at = x.detach().requires_grad_()
+            output = forward(at)
+            (back,) = torch.autograd.grad(output, at, gradient.to(output.device))
         self._tokens += x.shape[0] * x.shape[1]
         for sums, unit in zip(self._sums, self._units, strict=True):
             called = [(*seen[name], name) for name in unit if name in seen]
