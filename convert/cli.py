@@ -20,8 +20,9 @@ from turbomill import console
     help="The store to write, a directory that does not exist yet.",
 )
 @click.option("--force", is_flag=True, help="Replace an existing store.")
+@click.option("--dense", is_flag=True, help="Store a GGUF file's 4-bit linears in 16 bits.")
 @click.option("--json", "as_json", is_flag=True, help="Print machine output on stdout.")
-def convert(model: str, dst_path: Path, force: bool, as_json: bool) -> None:
+def convert(model: str, dst_path: Path, force: bool, dense: bool, as_json: bool) -> None:
     """Convert a checkpoint to a fused model store.
 
     MODEL is a Hugging Face directory (dense, AWQ gemm, GPTQ or compressed-tensors), a GGUF file, a hub name,
@@ -31,7 +32,7 @@ def convert(model: str, dst_path: Path, force: bool, as_json: bool) -> None:
     from turbomill.convert.describe import describe_store
     from turbomill.convert.store import convert_checkpoint
 
-    store = convert_checkpoint(model, dst_path, force=force)
+    store = convert_checkpoint(model, dst_path, force=force, dense=dense)
     if as_json:
         console.emit_json(describe_store(store).to_dict())
     else:

@@ -112,7 +112,7 @@ def _of_store(store: Store) -> Named:
     """A store's tensors; a fused linear is one, or one for each expert."""
     for name, info in store.tensors.items():
         base, _, kind = name.rpartition(".")
-        if kind in ("scales", "zeros", "inv_freq"):
+        if kind in ("scales", "zeros", "mins", "order", "inv_freq"):
             continue
         experts = info.logical[0] if len(info.logical) == 3 else 0
         if kind == "bias":

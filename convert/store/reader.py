@@ -141,12 +141,15 @@ class Store:
         info = self.tensors[f"{name}.qweight"]
         (n, k), group = info.logical[-2:], info.group or 0
         scales = unpack_groups(tensor("scales"), group, k, n)
-        symmetric = f"{name}.zeros" not in self.tensors
-        zeros = torch.full(scales.shape, 8, dtype=torch.uint8)
-        if not symmetric:
+        with_zeros, with_mins = f"{name}.zeros" in self.tensors, f"{name}.mins" in self.tensors
+        zeros, mins = torch.full(scales.shape, 0 if with_mins else 8, dtype=torch.uint8), None
+        if with_mins:
+            mins = unpack_groups(tensor("mins"), group, k, n)
+        elif with_zeros:
             zeros = unpack_groups(tensor("zeros"), group, k, n).to(torch.uint8)
-        codes = unpack_w4(tensor("qweight"), k, n)
-        return QuantLinear(codes, scales, zeros, QuantScheme(4, group, symmetric), bias)
+        order = self.tensor(f"{name}.order") if f"{name}.order" in self.tensors else None
+        scheme = QuantScheme(4, group, not (with_zeros or with_mins), with_mins)
+        return QuantLinear(unpack_w4(tensor("qweight"), k, n), scales, zeros, scheme, bias, mins, order)
 
     def verify(self) -> Sequence[str]:
         """Names of files whose checksum is not the recorded one; reads everything."""
