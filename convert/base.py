@@ -33,6 +33,7 @@ class Checkpoint(ABC):
 
     path: Path
     config: dict[str, Any]  # config.json, `quantization_config` included wherever it was found
+    note: str = ""  # what became of the weights on the way in, for people
 
     @abstractmethod
     def names(self) -> list[str]:

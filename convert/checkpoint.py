@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from turbomill.convert.base import Checkpoint
+from turbomill.convert.fp8 import Fp8Checkpoint, is_fp8
 from turbomill.convert.gguf import GgufCheckpoint
 from turbomill.convert.hf import HfCheckpoint
 from turbomill.convert.source import kind_of, resolve_model
@@ -23,7 +24,10 @@ def open_checkpoint(model: str | Path) -> Checkpoint:
     kind = kind_of(path)
     if kind == "store":
         raise CheckpointError(f"{path}: this is a store; give the checkpoint it was made from")
-    return GgufCheckpoint(path) if kind == "gguf" else HfCheckpoint(path)
+    if kind == "gguf":
+        return GgufCheckpoint(path)
+    checkpoint = HfCheckpoint(path)
+    return Fp8Checkpoint(checkpoint) if is_fp8(checkpoint.config) else checkpoint
 
 
 def open_dense(model: str | Path) -> Checkpoint:

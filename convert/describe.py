@@ -49,6 +49,7 @@ class Description:
     chat_template: bool | None  # None: no tokenizer
     fingerprint: str
     tensors: list[TensorLine]
+    note: str = ""  # what becomes of the weights when they are read
     source: dict[str, Any] = field(default_factory=dict)
     provenance: dict[str, Any] = field(default_factory=dict)
     verified: bool | None = None  # None: not asked for
@@ -67,6 +68,8 @@ class Description:
         weights = tree.add(f"weights: {self.parameters:,} parameters, {self.bytes:,} bytes")
         weights.add(f"{self.bits_per_weight:.2f} bits per weight, {self.dtype}")
         weights.add(f"scheme: {_scheme_text(self.scheme)}")
+        if self.note:
+            weights.add(self.note)
         types = Counter(line.dtype for line in self.tensors)
         weights.add("tensors: " + ", ".join(f"{count} {kind}" for kind, count in types.most_common()))
         template = {True: "present", False: "absent", None: "no tokenizer"}[self.chat_template]
@@ -133,6 +136,7 @@ def describe_store(store: Store, verify: bool = False) -> Description:
         chat_template=tokenizer["chat_template"] if tokenizer["files"] else None,
         fingerprint=store.fingerprint,
         tensors=lines,
+        note=manifest["source"].get("note", ""),
         source=manifest["source"],
         provenance=manifest["provenance"],
         verified=True if verify else None,
@@ -167,6 +171,7 @@ def _describe_checkpoint(checkpoint: Checkpoint) -> Description:
         chat_template=_has_template(checkpoint),
         fingerprint=checkpoint.fingerprint,
         tensors=lines,
+        note=checkpoint.note,
     )
 
 

@@ -19,7 +19,7 @@ class WrappedCheckpoint(Checkpoint):
 
     def __init__(self, source: Checkpoint) -> None:
         self.source = source
-        self.path, self.config = source.path, source.config
+        self.path, self.config, self.note = source.path, source.config, source.note
 
     def names(self) -> list[str]:
         """The source's."""

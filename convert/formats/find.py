@@ -26,5 +26,5 @@ def find_format(config: dict[str, Any]) -> WeightFormat:
     method = config["quantization_config"].get("quant_method", "missing")
     raise UnsupportedModelError(
         f"config.json: quant_method {method} is not supported; supported: "
-        f"{', '.join(candidate.name for candidate in FORMATS)}"
+        f"{', '.join(candidate.name for candidate in FORMATS)}, fp8"
     )

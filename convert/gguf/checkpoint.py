@@ -102,7 +102,17 @@ class GgufCheckpoint(Checkpoint):
             "pad_token_id": None,  # some architectures have a default of their own, beyond a small vocabulary
             **{key: value for key, value in ids.items() if value is not None},
         }
+        self.note = self._note()
         self._tokenizer: PreTrainedTokenizerBase | None = None  # slow to read, so kept
+
+    def _note(self) -> str:
+        """Which block types lose their form; GGUF's own 16 and 32 bits do not count."""
+        kinds = {part.tensor.kind for name, part in self._parts.items() if self._is_dequantized(name)}
+        lost = ", ".join(sorted(kinds - {"F32", "F16", "BF16"}))
+        return f"{lost} dequantized to {str(self._dtype).removeprefix('torch.')}" if lost else ""
+
+    def _is_dequantized(self, name: str) -> bool:
+        return isinstance(self.format_of(name.removesuffix(".weight")), DenseFormat)
 
     def _named(self, tensor: GgufTensor) -> dict[str, Part]:
         """A file's tensor under its Hugging Face name or names; one that is not known keeps its own."""

@@ -72,6 +72,9 @@ def check_destination(dst: Path, source: Path, force: bool) -> None:
 
 def _manifest(checkpoint: Checkpoint, tensors: dict[str, TensorInfo], directory: Path) -> dict[str, Any]:
     config, scheme = checkpoint.config, checkpoint.scheme
+    source = {"path": str(checkpoint.path), "fingerprint": checkpoint.fingerprint}
+    if checkpoint.note:
+        source["note"] = checkpoint.note
     files = sorted(path for path in directory.rglob("*") if path.is_file())
     sizes = {path.relative_to(directory).as_posix(): path.stat().st_size for path in files}
     return {
@@ -91,7 +94,7 @@ def _manifest(checkpoint: Checkpoint, tensors: dict[str, TensorInfo], directory:
         "bos_token_id": checkpoint.generation_config().get("bos_token_id", config.get("bos_token_id")),
         "tokenizer": _tokenizer_info(directory),
         "hf_config": {key: value for key, value in config.items() if key != "quantization_config"},
-        "source": {"path": str(checkpoint.path), "fingerprint": checkpoint.fingerprint},
+        "source": source,
         "provenance": console.provenance(),
         "tensors": {name: info.to_dict() for name, info in tensors.items()},
         "files": sizes,
