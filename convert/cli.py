@@ -21,18 +21,19 @@ from turbomill import console
 )
 @click.option("--force", is_flag=True, help="Replace an existing store.")
 @click.option("--dense", is_flag=True, help="Store a GGUF file's 4-bit linears in 16 bits.")
+@click.option("--allow-pickle", is_flag=True, help="Read pytorch_model.bin where there are no safetensors.")
 @click.option("--json", "as_json", is_flag=True, help="Print machine output on stdout.")
-def convert(model: str, dst_path: Path, force: bool, dense: bool, as_json: bool) -> None:
+def convert(model: str, dst_path: Path, force: bool, dense: bool, allow_pickle: bool, as_json: bool) -> None:
     """Convert a checkpoint to a fused model store.
 
-    MODEL is a Hugging Face directory (dense, AWQ gemm, GPTQ or compressed-tensors), a GGUF file, a hub name,
-    or `demo`.
+    MODEL is a Hugging Face directory (dense, fp8 in blocks, AWQ gemm, GPTQ or compressed-tensors), a GGUF
+    file, a hub name, or `demo`.
     """
     console.setup_logging()
     from turbomill.convert.describe import describe_store
     from turbomill.convert.store import convert_checkpoint
 
-    store = convert_checkpoint(model, dst_path, force=force, dense=dense)
+    store = convert_checkpoint(model, dst_path, force=force, dense=dense, allow_pickle=allow_pickle)
     if as_json:
         console.emit_json(describe_store(store).to_dict())
     else:

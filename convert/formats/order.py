@@ -23,7 +23,7 @@ class RowOrder:
 
 
 def order_of(name: str, g_idx: Tensor | None, group: int) -> RowOrder:
-    """Read the tensor `name`. Raises CheckpointError or UnsupportedModelError when it makes no whole groups."""
+    """Read the tensor `name`. Raises CheckpointError or UnsupportedModelError if it makes no whole groups."""
     if g_idx is None:
         return RowOrder()
     k = g_idx.shape[0]

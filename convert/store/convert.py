@@ -8,6 +8,7 @@ from typing import Any
 
 from turbomill import console
 from turbomill.convert.checkpoint import Checkpoint, open_checkpoint, open_dense
+from turbomill.convert.hf import read_json
 from turbomill.convert.source import STORE_FILE
 from turbomill.convert.staged import StagedDirectory
 from turbomill.convert.store.check import check_tensors
@@ -27,16 +28,18 @@ def convert_checkpoint(
     *,
     force: bool = False,
     dense: bool = False,
+    allow_pickle: bool = False,
     shard_bytes: int = SHARD_BYTES,
 ) -> Store:
     """Write MODEL as a store at `dst`. Nothing is written unless the whole checkpoint is sound.
 
-    `dense` dequantizes what a GGUF file holds in 4 bits, as though it were a full-precision model.
+    `dense` dequantizes what a GGUF file holds in 4 bits, as though it were a full-precision model;
+    `allow_pickle` reads pytorch_model.bin.
     Raises UsageError when `dst` exists (unless it is a store and `force`), CheckpointError and
     UnsupportedModelError for the checkpoint.
     """
     dst = Path(dst).expanduser().absolute()
-    checkpoint = open_dense(model) if dense else open_checkpoint(model)
+    checkpoint = (open_dense if dense else open_checkpoint)(model, allow_pickle)
     check_destination(dst, checkpoint.path, force)
     check_tensors(checkpoint)
     steps = plan_store(checkpoint)
@@ -58,7 +61,8 @@ def convert_checkpoint(
 
 def check_destination(dst: Path, source: Path, force: bool) -> None:
     """Only a complete store may be replaced, and only when asked to; never the source."""
-    if dst == source or dst in source.parents or source in dst.parents:
+    here = dst.resolve()
+    if here == source or here in source.parents or source in here.parents:
         raise UsageError(f"{dst}: lies in the checkpoint, or the checkpoint in it; choose another --dst-path")
     if not dst.exists():
         return
@@ -92,7 +96,7 @@ def _manifest(checkpoint: Checkpoint, tensors: dict[str, TensorInfo], directory:
         },
         "eos_token_ids": checkpoint.eos_token_ids,
         "bos_token_id": checkpoint.generation_config().get("bos_token_id", config.get("bos_token_id")),
-        "tokenizer": _tokenizer_info(directory),
+        "tokenizer": _tokenizer_info(directory, int(config["vocab_size"])),
         "hf_config": {key: value for key, value in config.items() if key != "quantization_config"},
         "source": source,
         "provenance": console.provenance(),
@@ -102,16 +106,37 @@ def _manifest(checkpoint: Checkpoint, tensors: dict[str, TensorInfo], directory:
     }
 
 
-def _tokenizer_info(directory: Path) -> dict[str, Any]:
+def _tokenizer_info(directory: Path, rows: int) -> dict[str, Any]:
     """Which tokenizer files came along; a model without any can still be run on token ids."""
     names = sorted(
         path.name for path in directory.iterdir() if path.name.startswith(("tokenizer", "vocab", "merges"))
     )
     template = (directory / "chat_template.jinja").is_file() or any(
-        '"chat_template"' in (directory / name).read_text(encoding="utf-8")
+        read_json(directory / name).get("chat_template")
         for name in ("tokenizer_config.json", "chat_template.json")
         if (directory / name).is_file()
     )
     if not names:
         log.warning("no tokenizer beside the checkpoint: the store will run on token ids only")
-    return {"files": names, "chat_template": template}
+    ids = _token_ids(directory)
+    if ids > rows:
+        log.warning(
+            "the tokenizer has ids up to %d, the embedding has %d rows: texts with tokens beyond are refused",
+            *(ids - 1, rows),
+        )
+    return {"files": names, "chat_template": bool(template)}
+
+
+def _token_ids(directory: Path) -> int:
+    """One more than the largest id of tokenizer.json; 0 without one, or when it is of another form."""
+    file = directory / "tokenizer.json"
+    if not file.is_file():
+        return 0
+    found = read_json(file)
+    try:
+        vocab = found["model"]["vocab"]  # id by token, or a list with scores
+        ids = list(vocab.values()) if isinstance(vocab, dict) else [len(vocab) - 1]
+        ids += [token["id"] for token in found.get("added_tokens") or []]
+        return max(ids, default=-1) + 1
+    except (KeyError, TypeError):
+        return 0

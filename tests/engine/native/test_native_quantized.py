@@ -23,9 +23,10 @@ from turbomill.convert.writer import CheckpointWriter
 
 
 def nearest(weight: torch.Tensor, scheme: QuantScheme, dtype: torch.dtype) -> QuantLinear:
-    """Round-to-nearest of a weight [N, K]."""
+    """Round-to-nearest of a weight [N, K]; a last group may be short."""
     n, k = weight.shape
-    groups = weight.float().T.reshape(-1, min(scheme.group, k), n)
+    whole = torch.nn.functional.pad(weight.float(), (0, -k % scheme.group))
+    groups = whole.T.reshape(-1, scheme.group, n)
     top = 2**scheme.bits - 1
     if scheme.symmetric:
         scales = (groups.abs().amax(1) * 2 / top).to(dtype)
@@ -35,7 +36,7 @@ def nearest(weight: torch.Tensor, scheme: QuantScheme, dtype: torch.dtype) -> Qu
         scales = ((high - low) / top).to(dtype)
         zeros = (-low / scales.float()).round().clamp(0, top).to(torch.uint8)
     codes = (groups / scales.float()[:, None] + zeros[:, None]).round().clamp(0, top)
-    return QuantLinear(codes.to(torch.uint8).reshape(k, n), scales, zeros, scheme)
+    return QuantLinear(codes.to(torch.uint8).reshape(-1, n)[:k].contiguous(), scales, zeros, scheme)
 
 
 def quantized(path: Path, fmt: WeightFormat, dtype: torch.dtype) -> Path:
