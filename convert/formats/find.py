@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from turbomill.convert.formats.awq import AwqFormat
@@ -19,7 +20,7 @@ def find_format(config: dict[str, Any]) -> WeightFormat:
     for candidate in FORMATS:
         try:
             found = candidate.recognise(config)
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, re.error) as error:
             raise CheckpointError(f"config.json: quantization_config is malformed: {error}") from error
         if found is not None:
             return found

@@ -58,7 +58,11 @@ class GptqFormat(WeightFormat):
             group=int(quant.get("group_size", 128)),
             symmetric=bool(quant.get("sym", True)),
         )
-        return cls(scheme, VERSIONS[form], dict(quant.get("dynamic") or {}))
+        dynamic = dict(quant.get("dynamic") or {})
+        for rule, change in dynamic.items():  # malformed ones raise here
+            re.compile(rule.removeprefix("+:").removeprefix("-:"))
+            _ = int(change.get("bits", 4)), int(change.get("group_size", 128))
+        return cls(scheme, VERSIONS[form], dynamic)
 
     def scheme_of(self, prefix: str, k: int) -> QuantScheme:
         """The linear's scheme: the first matching rule of `dynamic` overrides; a group of -1 is K."""

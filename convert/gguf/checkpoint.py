@@ -229,13 +229,18 @@ class GgufCheckpoint(Checkpoint):
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Files beside the model, or else transformers' reading of the metadata."""
-        from transformers import AutoTokenizer
-
         if self._tokenizer is not None:
             return self._tokenizer
         if self._has_tokenizer_files():
             self._tokenizer = load_tokenizer(self.path.parent)
             return self._tokenizer
+        if "tokenizer.ggml.model" not in self._fields:
+            raise CheckpointError(
+                f"{self.path}: has no tokenizer; put the model's tokenizer.json and tokenizer_config.json "
+                "beside the file"
+            )
+        from transformers import AutoTokenizer
+
         try:
             found = AutoTokenizer.from_pretrained(str(self.path.parent), gguf_file=self.path.name)
         except Exception as error:  # transformers raises many types here

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 from native_engine import Native, store_of, tiny_llama
+from quantized_models import quantized
 from safetensors.torch import load_file, save_file
-from test_native_quantized import quantized
 
 from turbomill.convert.checkpoint import open_checkpoint
 from turbomill.convert.formats.awq import AwqFormat
