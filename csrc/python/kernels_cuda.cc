@@ -121,7 +121,7 @@ Floats w4_linear(const Floats& x, const Bytes& codes, const Bits16& scales,
 }
 
 // `count` products one after the other, each with the result of the last: x, then W x, W W x, ... of a square
-// W.
+// W. By the plan for overlapping launches either way: another one may add in another order.
 Floats w4_chain(const Floats& x, const Bytes& codes, const Bits16& scales, int count,
                 const std::string& dtype, bool overlap) {
     const DType type = parse_dtype(dtype);
@@ -141,8 +141,13 @@ Floats w4_chain(const Floats& x, const Bytes& codes, const Bits16& scales, int c
                  k / groups};
     cuda::LinearRunner run(type, size_t(k) * k, nullptr);
     run.set_overlap(overlap);
+    int device = 0, multiprocessors = 0;
+    check(cudaGetDevice(&device), "cudaGetDevice");
+    check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device), "chain");
+    const cuda::W4Plan plan = cuda::choose_w4_plan(k, k, rows, multiprocessors, true);
     for (int i = 0; i < count; ++i)
-        run(linear, (i % 2 ? second : first).as<void>(), rows, (i % 2 ? first : second).as<void>(), type);
+        run.w4_fused(linear, (i % 2 ? second : first).as<void>(), rows, (i % 2 ? first : second).as<void>(),
+                     type, plan);
     return (count % 2 ? second : first).array({rows, k});
 }
 

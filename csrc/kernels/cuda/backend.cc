@@ -132,6 +132,7 @@ CudaBackend::CudaBackend(const ModelConfig& model, const EngineConfig& config, c
     row_numbers_ = upload(numbers, "row numbers", stream_);
     check(cudaMemsetAsync(last_token_.as(), 0, last_token_.bytes(), stream_), "clearing the last tokens");
     check(cudaStreamSynchronize(stream_), "starting");
+    linear_.set_overlap(true);  // weights are in place
 }
 
 CudaBackend::~CudaBackend() {
