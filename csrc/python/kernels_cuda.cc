@@ -167,8 +167,8 @@ class AttentionCase {
         model_.head_dim = head_dim;
         model_.intermediate_size = 8;
         config_.device = "cuda";
-        config_.session_len = tokens;
-        config_.max_prefill_token_num = tokens * sequences;
+        config_.session_len = ceil_div(tokens, block_len) * block_len;
+        config_.max_prefill_token_num = config_.session_len * sequences;
         config_.max_batch_size = sequences + 7;  // so that steps of decodes are padded
         config_.block_len = block_len;
         config_.cache_block_count = sequences * ceil_div(tokens, block_len);
@@ -181,6 +181,7 @@ class AttentionCase {
         weights_.embedding.dense = embedding_.data();
         weights_.output = weights_.embedding;
         backend_.emplace(model_, config_, weights_, inv_freq);
+        poison_cache();
     }
 
     // Attention outputs of rows [context, T) of qkv [T, (Nq + 2 Nkv) D], which come in chunks of at most
@@ -221,6 +222,26 @@ class AttentionCase {
     int rows_of(const Floats& qkv) const {
         require(qkv.ndim() == 2 && qkv.shape(1) == model_.qkv_dim(), "qkv must be [T, (Nq + 2 Nkv) D]");
         return int(qkv.shape(0));
+    }
+
+    // What is left of other sequences in blocks must not matter: here, NaN.
+    void poison_cache() {
+        BatchData batch;
+        const int blocks = config_.session_len / config_.block_len;
+        for (int first = 0; first < config_.cache_block_count; first += blocks) {
+            Slice slice;
+            slice.length = config_.session_len;
+            slice.tokens.assign(slice.length, 0);
+            for (int b = 0; b < blocks; ++b) slice.blocks.push_back(first + b);
+            batch.slices.push_back(std::move(slice));
+        }
+        const auto x = backend_->allocate(batch.tokens(), model_.qkv_dim());
+        check(cudaMemset(x->data(), 0xff, size_t(batch.tokens()) * model_.qkv_dim() * dtype_bytes(type_)),
+              "poison");
+        check(cudaDeviceSynchronize(), "poison");
+        backend_->begin_step(batch);
+        backend_->rope_and_cache(0, *x);
+        backend_->synchronize();
     }
 
     // Runs rows [begins[i], ends[i]) of each sequence.

@@ -74,13 +74,33 @@ __device__ inline void copy_box(unsigned shared, const CUtensorMap& map, int x, 
         "l"(&map), "r"(x), "r"(y), "r"(z), "r"(barrier)
         : "memory");
 }
+// Of a four-dimensional one.
+__device__ inline void copy_box(unsigned shared, const CUtensorMap& map, int x, int y, int z, int w,
+                                unsigned barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, "
+        "%4, %5}], "
+        "[%6];" ::"r"(shared),
+        "l"(&map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(barrier)
+        : "memory");
+}
 __device__ inline void prefetch_map(const CUtensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
+// What this thread wrote to shared memory is seen by the copy engine and by wgmma after the next barrier.
+__device__ inline void fence_for_products() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
 // Warps of one named barrier (1 to 15) meet.
 __device__ inline void meet(int name, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(threads) : "memory");
+}
+
+// Counts towards a named barrier without waiting there.
+__device__ inline void pass(int name, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(name), "r"(threads) : "memory");
 }
 
 // All threads of the cluster meet; what they wrote to shared memory before is visible to all after.

@@ -28,6 +28,10 @@ struct QueryTile {
 };
 constexpr int kQueryRows = 16;   // of a tile: decodes, and everything in attention_any
 constexpr int kPromptRows = 64;  // of a prompt's tile in attention_tensor
+// Tokens of a prompt's tile in attention_prompt, whose rows are these by the query heads of a KV head.
+constexpr int prompt_tile_tokens(int group) {
+    return 128 / group;
+}
 
 struct SampleInfo {
     uint64_t seed, position;
@@ -170,6 +174,24 @@ bool attention_tensor_fits(DType type, const CacheView& cache);
 // On the tensor cores. `tile_rows`: kQueryRows or kPromptRows (whose tiles have one part).
 void attention_tensor(DType type, const AttentionArgs& args, const AttentionParts& parts, int tile_rows,
                       const CacheView& cache, int layer, cudaStream_t stream);
+
+// Whether attention_prompt has kernels for these.
+bool attention_prompt_fits(DType type, const CacheView& cache, int num_heads);
+// Prompts on Hopper. `args.tiles` of prompt_tile_tokens, longest first; `tokens`: rows of qkv. An `unpacked`
+// cache holds each slice's keys and values from block first_slot of its tiles on.
+void attention_prompt(DType type, const AttentionArgs& args, const CacheView& cache, bool unpacked,
+                      int tokens, int layer, int multiprocessors, cudaStream_t stream);
+
+constexpr int kUnpackedBlock = 128;  // tokens of a block of the workspace below
+struct UnpackArgs {
+    const SliceInfo* slices;
+    const int* blocks;
+    const QueryTile* tiles;  // of attention_prompt: all of their slices', each unpacks its part of the keys
+    int tile_count;
+    CacheView workspace;  // of one layer, in T
+};
+// The keys and values of these slices in a quantized cache, as T.
+void kv_unpack(DType type, const UnpackArgs& args, const CacheView& cache, int layer, cudaStream_t stream);
 
 // Rows that w4_few_rows takes at once.
 constexpr int kFewRows = 32;

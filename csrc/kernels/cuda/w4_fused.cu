@@ -1,47 +1,15 @@
 // Launching the fused kernels: the tensor maps of their operands, and whether they fit.
-#include <atomic>
 #include <string>
 
+#include "kernels/cuda/tensor_map.h"
 #include "kernels/cuda/types.cuh"
 #include "kernels/cuda/w4_fused.h"
 
 namespace turbomill::cuda {
 namespace {
 
-// The driver's function, found through the runtime: nothing links to the driver.
-PFN_cuTensorMapEncodeTiled_v12000 map_encoder() {
-    static const auto function = [] {
-        void* found = nullptr;
-        cudaDriverEntryPointQueryResult status{};
-        check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault,
-                                               &status),
-              "looking for cuTensorMapEncodeTiled");
-        if (status != cudaDriverEntryPointSuccess)
-            throw CudaError("the driver has no cuTensorMapEncodeTiled");
-        return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(found);
-    }();
-    return function;
-}
-
-// A tensor and the box that one copy brings, innermost dimension first; strides in bytes, of all but that
-// one.
-template <int Rank>
-CUtensorMap make_map(CUtensorMapDataType type, const void* data, const cuuint64_t (&sizes)[Rank],
-                     const cuuint64_t (&strides)[Rank - 1], const cuuint32_t (&box)[Rank],
-                     CUtensorMapSwizzle swizzle) {
-    CUtensorMap map;
-    const cuuint32_t steps[] = {1, 1, 1};
-    const CUresult status = map_encoder()(
-        &map, type, Rank, const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-        swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    if (status != CUDA_SUCCESS)
-        throw CudaError("cuTensorMapEncodeTiled failed with " + std::to_string(int(status)));
-    return map;
-}
-
 FusedMaps make_maps(DType type, const void* x, int rows, const W4View& w, W4Kernel kernel, bool whole) {
-    const auto element =
-        type == DType::F16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+    const auto element = map_type(type);
     const int tiles = fused_stage_tiles(kernel), groups = whole ? 1 : tiles * 64 / w.group;
     const cuuint64_t n_tiles = blocks_for(w.n, 64), k = w.k, k_tiles = w.k_tiles, all_groups = w.groups;
     const auto params = [&](const void* data) {
