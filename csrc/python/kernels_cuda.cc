@@ -78,7 +78,7 @@ Floats dense_linear(const Floats& x, const Floats& w, const Floats& bias, const 
     return y.array({rows, n});
 }
 
-// `way`: "in_place", "as_dense", "fused" with `plan`, or "" for the one that the engine takes.
+// `way`: "in_place", "as_dense", "fused" or "gated" with `plan`, or "" for the one that the engine takes.
 Floats w4_linear(const Floats& x, const Bytes& codes, const Bits16& scales,
                  const std::optional<Bits16>& zeros, int n, int k, const Floats& bias,
                  const std::string& dtype, const std::string& scale_dtype, const std::string& out_dtype,
@@ -110,6 +110,11 @@ Floats w4_linear(const Floats& x, const Bytes& codes, const Bits16& scales,
         run.w4_in_place(linear, input.as<void>(), rows, y.as<void>(), out);
     } else if (way == "as_dense") {
         run.w4_as_dense(linear, input.as<void>(), rows, y.as<void>(), out);
+    } else if (way == "gated") {
+        require(plan.has_value(), "the fused kernels need a plan");
+        cuda::w4_fused(type, out, linear.w4, input.as<void>(), linear.bias, y.as<void>(), rows,
+                       plan_of(*plan), 132, false, nullptr, true);
+        return y.array({rows, n / 2});
     } else if (way == "fused") {
         require(plan && cuda::w4_fused_fits(type, linear.w4, input.as<void>()),
                 "the fused kernels do not fit here, or there is no plan");

@@ -116,7 +116,7 @@ CudaBackend::CudaBackend(const ModelConfig& model, const EngineConfig& config, c
       device_(select_device(config.device)),
       type_(activation_type(weights)),
       weights_(weights, type_, stream_),
-      linear_(type_, weights_.largest_quantized(), stream_),
+      linear_(type_, weights_.largest_unfused(), stream_),
       layout_(model, config),
       cache_bytes_(layout_.block_bytes * config.cache_block_count, "the KV cache",
                    "lower cache_max_entry_count, or use quant_policy 8 or 4"),
@@ -323,6 +323,11 @@ void CudaBackend::prompt_attention(int layer, Buffer& qkv, Buffer& out) {
 
 void CudaBackend::silu_gate(Buffer& gate_up, Buffer& out) {
     cuda::silu_gate(type_, gate_up.data(), out.data(), step_.tokens, model_.intermediate_size, stream_);
+}
+
+void CudaBackend::silu_gated_linear(const Linear& w, Buffer& x, Buffer& gate_up, Buffer& out) {
+    if (!linear_.silu_gated(device_view(w, weights_), x.data(), step_.tokens, out.data()))
+        Backend::silu_gated_linear(w, x, gate_up, out);
 }
 
 void CudaBackend::copy_logits(Buffer& delta, Buffer& x, const float* norm, const DeviceLinear& head,

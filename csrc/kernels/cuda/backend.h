@@ -68,6 +68,7 @@ class CudaBackend : public Backend {
     void rope_and_cache(int layer, Buffer& qkv) override;
     void attention(int layer, Buffer& qkv, Buffer& out) override;
     void silu_gate(Buffer& gate_up, Buffer& out) override;
+    void silu_gated_linear(const Linear& w, Buffer& x, Buffer& gate_up, Buffer& out) override;
     void finish(Buffer& delta, Buffer& x, const std::vector<float>& norm, const Linear& head,
                 BatchData& batch) override;
 

@@ -97,7 +97,7 @@ void silu_gate(DType type, const void* gate_up, void* out, int rows, int inter, 
 void add_bias(DType type, void* y, const float* bias, int rows, int n, cudaStream_t stream);
 
 struct RopeArgs {
-    void* qkv;               // [T, (Nq + 2 Nkv) D] in T; Q and K are rotated, Q and K written back
+    void* qkv;               // [T, (Nq + 2 Nkv) D] in T; Q and K are rotated, Q is written back
     const float *cos, *sin;  // [session_len, half]
     int half;
     const int *positions, *row_slice;  // [T]; a row of slice -1 is not cached
@@ -212,13 +212,16 @@ void w4_dequantize(DType type, const W4View& w, void* dense, cudaStream_t stream
 
 // Whether the build has machine code for sm_90a and the current GPU runs it: w4_fused has no other.
 bool w4_fused_runs();
-// Whether w4_fused takes this weight and these activations.
+// Whether w4_fused takes a weight of these, with activations of `type`.
+bool w4_fused_fits(DType type, bool bf16_params, int k, int group, int groups);
+// And these activations.
 bool w4_fused_fits(DType type, const W4View& w, const void* x);
 // y [rows, N] = x [rows, K] w^T + bias, weights rounded to T. `overlap`: weights may arrive before the kernel
 // launched before this one is done (programmatic dependent launch). Throws std::invalid_argument for a plan
-// that has no kernel.
+// that has no kernel. `gated`: y [rows, N/2] = silu(gate) * up, whose columns the product interleaves by
+// eights.
 void w4_fused(DType type, DType out, const W4View& w, const void* x, const float* bias, void* y, int rows,
-              const W4Plan& plan, int multiprocessors, bool overlap, cudaStream_t stream);
+              const W4Plan& plan, int multiprocessors, bool overlap, cudaStream_t stream, bool gated = false);
 
 // What a block of the sampler found in its piece of a row.
 struct SamplePart {

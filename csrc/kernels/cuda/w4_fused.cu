@@ -31,22 +31,29 @@ FusedMaps make_maps(DType type, const void* x, int rows, const W4View& w, W4Kern
 
 }  // namespace
 
-bool w4_fused_fits(DType type, const W4View& w, const void* x) {
+bool w4_fused_fits(DType type, bool bf16_params, int k, int group, int groups) {
     // The copy engine wants rows of x at multiples of 16 bytes; scales meet codes in the type of x; a stage's
     // tiles of K lie in one group, or each in groups of its own.
-    if (w.group != 32 && w.group != 64 && w.group % 128 && w.groups != 1) return false;
-    return w.bf16_params == (type == DType::BF16) && w.k % 8 == 0 &&
-           reinterpret_cast<uintptr_t>(x) % 16 == 0 && w4_fused_runs();
+    if (group != 32 && group != 64 && group % 128 && groups != 1) return false;
+    return type != DType::F32 && bf16_params == (type == DType::BF16) && k % 8 == 0 && w4_fused_runs();
+}
+
+bool w4_fused_fits(DType type, const W4View& w, const void* x) {
+    return w4_fused_fits(type, w.bf16_params, w.k, w.group, w.groups) &&
+           reinterpret_cast<uintptr_t>(x) % 16 == 0;
 }
 
 void w4_fused(DType type, DType out, const W4View& w, const void* x, const float* bias, void* y, int rows,
-              const W4Plan& plan, int multiprocessors, bool overlap, cudaStream_t stream) {
+              const W4Plan& plan, int multiprocessors, bool overlap, cudaStream_t stream, bool gated) {
     if (rows == 0) return;
     FusedJob job{};
     job.w = w;
     job.bias = bias;
     job.y = y;
     job.out_fp32 = out == DType::F32;
+    job.gated = gated;
+    if (gated && (w.n % 16 || out != type))
+        throw std::invalid_argument("w4_fused: gates come by eights, in the type of activations");
     job.rows = rows;
     job.n_blocks = blocks_for(w.n, 64 * plan.kernel.warpgroups);
     job.m_tiles = blocks_for(rows, plan.kernel.tokens);

@@ -9,6 +9,7 @@
 
 #include <type_traits>
 
+#include "kernels/cuda/gate.cuh"
 #include "kernels/cuda/w4_fused_products.cuh"
 
 namespace turbomill::cuda {
@@ -91,18 +92,31 @@ __device__ inline void fused_copies(const FusedRing<Groups, Sizes>& ring, const 
     }
 }
 
-// Eight results of a token, at columns n..n+7 of y.
+// Eight results of a token, at columns n..n+7 of y, which has `columns`.
 template <class T>
-__device__ inline void store_eight(const FusedJob& job, int token, int n, const uint4& values) {
+__device__ inline void store_eight(const FusedJob& job, int columns, int token, int n, const uint4& values) {
     if (token >= job.rows) return;
-    T* target = static_cast<T*>(job.y) + int64_t(token) * job.w.n + n;
-    if (job.w.n % 8 == 0) {
-        if (n < job.w.n) *reinterpret_cast<uint4*>(target) = values;
+    T* target = static_cast<T*>(job.y) + int64_t(token) * columns + n;
+    if (columns % 8 == 0) {
+        if (n < columns) *reinterpret_cast<uint4*>(target) = values;
         return;
     }
     const T* source = reinterpret_cast<const T*>(&values);
     for (int i = 0; i < 8; ++i)
-        if (n + i < job.w.n) target[i] = source[i];
+        if (n + i < columns) target[i] = source[i];
+}
+
+// Eight gates and the eight values that they pass, as the kernel of the gate alone sees them: rounded to T.
+template <class T>
+__device__ inline uint4 gated_eight(const T* pair) {
+    float gate[8], up[8];
+    uint4 result;
+    load8(pair, gate);
+    load8(pair + 8, up);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) up[i] = silu_gated(gate[i], up[i]);
+    store8(reinterpret_cast<T*>(&result), up);
+    return result;
 }
 
 // A warpgroup's results to y in T, by way of shared memory, where they are turned from columns to rows.
@@ -133,9 +147,17 @@ __device__ inline void fused_store(uint8_t* staging, const FusedJob& job, int2 p
                 : "memory");
         }
         meet(1 + group, 128);
+        if (job.gated) {
+            for (int i = threadIdx.x % 128; i < Sizes::kPiece * 4; i += 128) {
+                const int m = i / 4, n = i % 4 * 8;
+                store_eight<T>(job, job.w.n / 2, m0 + first + m, n0 / 2 + n,
+                               gated_eight(piece + m * Sizes::kPieceStride + 2 * n));
+            }
+            continue;
+        }
         for (int i = threadIdx.x % 128; i < Sizes::kPiece * 8; i += 128) {
             const int m = i / 8, n = i % 8 * 8;
-            store_eight<T>(job, m0 + first + m, n0 + n,
+            store_eight<T>(job, job.w.n, m0 + first + m, n0 + n,
                            *reinterpret_cast<const uint4*>(piece + m * Sizes::kPieceStride + n));
         }
     }
@@ -150,24 +172,54 @@ __device__ inline void fused_leave_sums(float* sums, const float (&acc)[Tokens /
         sums[(i / 4 * 8 + 2 * t + i % 2) * Sizes::kSumStride + row + i / 2 % 2 * 8] = acc[i];
 }
 
-// The cluster's sums, added in the order of its blocks, each block a share of them, to y.
+// The cluster's sums of four columns, added in the order of its blocks; with the bias of columns n..n+3.
+__device__ inline float4 fused_sum(const float* at, const FusedJob& job, int n) {
+    float4 v{};
+    for (int r = 0; r < job.splits; ++r) {
+        const float4 part = load_remote(at, r);
+        v.x += part.x, v.y += part.y, v.z += part.z, v.w += part.w;
+    }
+    if (job.bias) {
+        if (n < job.w.n) v.x += job.bias[n];
+        if (n + 1 < job.w.n) v.y += job.bias[n + 1];
+        if (n + 2 < job.w.n) v.z += job.bias[n + 2];
+        if (n + 3 < job.w.n) v.w += job.bias[n + 3];
+    }
+    return v;
+}
+
+// The cluster's sums, each block a share of them, to y.
 template <class T, int Tokens, class Sizes>
 __device__ inline void fused_add_up(const float* sums, const FusedJob& job, int2 place) {
     const int n0 = place.x * Sizes::kRows, m0 = place.y * Tokens;
-    const int count = min(Tokens, job.rows - m0) * (Sizes::kRows / 4), threads = 2 * Sizes::kRows;
+    const int tokens = min(Tokens, job.rows - m0), threads = 2 * Sizes::kRows;
     const int rank = blockIdx.x % job.splits;
+    if (job.gated) {
+        constexpr int kFours = Sizes::kRows / 8;  // of gates, and as many of values
+        for (int i = rank * threads + threadIdx.x; i < tokens * kFours; i += job.splits * threads) {
+            const int m = i / kFours, four = i % kFours, n = four / 2 * 16 + four % 2 * 4;
+            if (n0 + n >= job.w.n) continue;
+            const float* at = sums + m * Sizes::kSumStride + n;
+            const float4 gate = fused_sum(at, job, n0 + n), up = fused_sum(at + 8, job, n0 + n + 8);
+            const auto pass = [](float g, float u) {  // rounded as where the gate has a kernel of its own
+                return silu_gated(to_float(from_float<T>(g)), to_float(from_float<T>(u)));
+            };
+            *reinterpret_cast<uint2*>(static_cast<T*>(job.y) + int64_t(m0 + m) * (job.w.n / 2) +
+                                      (n0 + n - n % 16) / 2 + n % 16) =
+                make_uint2(pack_pair<T>(pass(gate.x, up.x), pass(gate.y, up.y)),
+                           pack_pair<T>(pass(gate.z, up.z), pass(gate.w, up.w)));
+        }
+        return;
+    }
+    const int count = tokens * (Sizes::kRows / 4);
     for (int i = rank * threads + threadIdx.x; i < count; i += job.splits * threads) {
         const int m = i / (Sizes::kRows / 4), n = i % (Sizes::kRows / 4) * 4;
-        const float* at = sums + m * Sizes::kSumStride + n;
-        float v[4] = {};
-        for (int r = 0; r < job.splits; ++r) {
-            const float4 part = load_remote(at, r);
-            v[0] += part.x, v[1] += part.y, v[2] += part.z, v[3] += part.w;
-        }
+        const float4 sum = fused_sum(sums + m * Sizes::kSumStride + n, job, n0 + n);
+        const float v[4] = {sum.x, sum.y, sum.z, sum.w};
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
             if (n0 + n + j >= job.w.n) continue;
-            const float value = job.bias ? v[j] + job.bias[n0 + n + j] : v[j];
+            const float value = v[j];
             const int64_t target = int64_t(m0 + m) * job.w.n + n0 + n + j;
             if (job.out_fp32) {
                 static_cast<float*>(job.y)[target] = value;
