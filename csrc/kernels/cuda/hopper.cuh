@@ -110,10 +110,25 @@ __device__ inline void cluster_meet() {
         "barrier.cluster.wait.acquire.aligned;" ::
             : "memory");
 }
-// Four floats at the same place of another block's shared memory.
-__device__ inline float4 load_remote(const float* shared, int rank) {
+// The same in two steps.
+__device__ inline void cluster_arrive() {
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+__device__ inline void cluster_wait() {
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// The same place in another block's shared memory, and a float written there.
+__device__ inline unsigned remote_address(const void* shared, int rank) {
     unsigned address;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(shared)), "r"(rank));
+    return address;
+}
+__device__ inline void store_remote(unsigned address, float v) {
+    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
+}
+// Four floats at the same place of another block's shared memory.
+__device__ inline float4 load_remote(const float* shared, int rank) {
+    const unsigned address = remote_address(shared, rank);
     float4 v;
     asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
                  : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
