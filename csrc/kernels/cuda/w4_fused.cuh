@@ -181,11 +181,20 @@ struct FusedSums {
 
 // The sums of columns n..n+3, added in the order of the cluster's blocks, and the bias.
 __device__ inline float4 fused_sum(const FusedSums& sums, const FusedJob& job, int n) {
+    constexpr int kAtOnce = 4;  // loads under way
     float4 v{};
-    for (int r = 0; r < job.splits; ++r) {
-        const float4 part = sums.stride ? *reinterpret_cast<const float4*>(sums.at + r * sums.stride)
-                                        : load_remote(sums.at, r);
-        v.x += part.x, v.y += part.y, v.z += part.z, v.w += part.w;
+    for (int first = 0; first < job.splits; first += kAtOnce) {
+        float4 part[kAtOnce];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            const int r = min(first + i, job.splits - 1);
+            part[i] = sums.stride ? *reinterpret_cast<const float4*>(sums.at + r * sums.stride)
+                                  : load_remote(sums.at, r);
+        }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i)
+            if (first + i < job.splits)
+                v.x += part[i].x, v.y += part[i].y, v.z += part[i].z, v.w += part[i].w;
     }
     if (job.bias) {
         if (n < job.w.n) v.x += job.bias[n];
