@@ -87,9 +87,10 @@ Floats w4_linear(const Floats& x, const Bytes& codes, const Bits16& scales,
     require(codes.ndim() == 5 && scales.ndim() == 3,
             "codes must be [N/64, K/64, 4, 32, 16], scales [N/64, G, 64]");
     require(x.ndim() == 2 && x.shape(1) == k, "x must be [M, K]");
+    const int columns = way == "gated" ? n / 2 : n;
     const int rows = int(x.shape(0)), k_tiles = int(codes.shape(1)), groups = int(scales.shape(1));
     const DeviceArray input(x, type), code_bytes(codes.data(), codes.nbytes()),
-        scale_bytes(scales.data(), scales.nbytes()), biases(bias, DType::F32), y(out, size_t(rows) * n);
+        scale_bytes(scales.data(), scales.nbytes()), biases(bias, DType::F32), y(out, size_t(rows) * columns);
     const std::optional<DeviceArray> zero_bytes =
         zeros ? std::make_optional<DeviceArray>(zeros->data(), zeros->nbytes()) : std::nullopt;
     cuda::DeviceLinear linear;
@@ -114,7 +115,6 @@ Floats w4_linear(const Floats& x, const Bytes& codes, const Bits16& scales,
         require(plan.has_value(), "the fused kernels need a plan");
         cuda::w4_fused(type, out, linear.w4, input.as<void>(), linear.bias, y.as<void>(), rows,
                        plan_of(*plan), 132, false, nullptr, true);
-        return y.array({rows, n / 2});
     } else if (way == "fused") {
         require(plan && cuda::w4_fused_fits(type, linear.w4, input.as<void>()),
                 "the fused kernels do not fit here, or there is no plan");
@@ -122,7 +122,7 @@ Floats w4_linear(const Floats& x, const Bytes& codes, const Bits16& scales,
     } else {
         run(linear, input.as<void>(), rows, y.as<void>(), out);
     }
-    return y.array({rows, n});
+    return y.array({rows, columns});
 }
 
 // `count` products one after the other, each with the result of the last: x, then W x, W W x, ... of a square

@@ -107,7 +107,7 @@ __global__ void silu_gate_kernel(const T* gate_up, T* out, int64_t blocks) {
     load8(gate_up + 16 * i, gate);
     load8(gate_up + 16 * i + 8, up);
 #pragma unroll
-    for (int j = 0; j < 8; ++j) up[j] = silu_gated(gate[j], up[j]);
+    for (int j = 0; j < 8; ++j) up[j] = silu_gated<T>(gate[j], up[j]);
     store8(out + 8 * i, up);
 }
 

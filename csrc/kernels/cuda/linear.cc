@@ -10,6 +10,9 @@ namespace {
 constexpr size_t kPartialFloats = size_t(2) << 20;
 constexpr int kCounters = 1 << 16;  // tiles of 64 rows of N: more than any vocabulary needs
 
+constexpr int kFewestGated =
+    9;  // rows from which the gate is fused: with fewer, that was measured to be slower
+
 const char* const kAdvice = "lower cache_max_entry_count";
 
 }  // namespace
@@ -65,7 +68,7 @@ void LinearRunner::operator()(const DeviceLinear& w, const void* x, int rows, vo
 }
 
 bool LinearRunner::silu_gated(const DeviceLinear& w, const void* x, int rows, void* y) {
-    if (w.dense || !w4_fused_fits(type_, w.w4, x) || w.n % 16) return false;
+    if (w.dense || rows < kFewestGated || !w4_fused_fits(type_, w.w4, x) || w.n % 16) return false;
     const W4Plan plan = choose_w4_plan(w.n, w.k, rows, workspace_.multiprocessors, overlaps(rows));
     cuda::w4_fused(type_, type_, w.w4, x, w.bias, y, rows, plan, workspace_.multiprocessors, overlaps(rows),
                    stream_, true);

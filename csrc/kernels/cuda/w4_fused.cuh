@@ -114,7 +114,7 @@ __device__ inline uint4 gated_eight(const T* pair) {
     load8(pair, gate);
     load8(pair + 8, up);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) up[i] = silu_gated(gate[i], up[i]);
+    for (int i = 0; i < 8; ++i) up[i] = silu_gated<T>(gate[i], up[i]);
     store8(reinterpret_cast<T*>(&result), up);
     return result;
 }
@@ -181,20 +181,11 @@ struct FusedSums {
 
 // The sums of columns n..n+3, added in the order of the cluster's blocks, and the bias.
 __device__ inline float4 fused_sum(const FusedSums& sums, const FusedJob& job, int n) {
-    constexpr int kAtOnce = 4;  // loads under way
     float4 v{};
-    for (int first = 0; first < job.splits; first += kAtOnce) {
-        float4 part[kAtOnce];
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-            const int r = min(first + i, job.splits - 1);
-            part[i] = sums.stride ? *reinterpret_cast<const float4*>(sums.at + r * sums.stride)
-                                  : load_remote(sums.at, r);
-        }
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i)
-            if (first + i < job.splits)
-                v.x += part[i].x, v.y += part[i].y, v.z += part[i].z, v.w += part[i].w;
+    for (int r = 0; r < job.splits; ++r) {
+        const float4 part = sums.stride ? *reinterpret_cast<const float4*>(sums.at + r * sums.stride)
+                                        : load_remote(sums.at, r);
+        v.x += part.x, v.y += part.y, v.z += part.z, v.w += part.w;
     }
     if (job.bias) {
         if (n < job.w.n) v.x += job.bias[n];
@@ -212,7 +203,7 @@ __device__ inline void fused_write(const FusedJob& job, const FusedSums& sums, i
         if (n >= job.w.n) return;
         const float4 gate = fused_sum(sums, job, n), up = fused_sum({sums.at + 8, sums.stride}, job, n + 8);
         const auto pass = [](float g, float u) {  // rounded as where the gate has a kernel of its own
-            return silu_gated(to_float(from_float<T>(g)), to_float(from_float<T>(u)));
+            return silu_gated<T>(to_float(from_float<T>(g)), to_float(from_float<T>(u)));
         };
         *reinterpret_cast<uint2*>(static_cast<T*>(job.y) + int64_t(m) * (job.w.n / 2) + (n - n % 16) / 2 +
                                   n % 16) = make_uint2(pack_pair<T>(pass(gate.x, up.x), pass(gate.y, up.y)),
@@ -304,13 +295,13 @@ __global__ void __launch_bounds__(FusedSizes<Groups, Tokens, Blocks, Whole>::kTh
     }
     __syncthreads();
     launch_dependents();
-    if (Sizes::kByWarps && !job.direct) cluster_arrive();  // who is running may be sent sums
+    if (Sizes::kPushes && !job.direct) cluster_arrive();  // who is running may be sent sums
     if (threadIdx.x >= 128 * Groups) {
         if constexpr (Sizes::kHandsOn) registers_down<Sizes::kCopyRegisters>();
         if (threadIdx.x == 128 * Groups) fused_copies<Groups, Tokens, Whole>(ring, maps, job, work);
         __syncwarp();
         if (job.direct) return;
-        if (Sizes::kByWarps) {
+        if (Sizes::kPushes) {
             cluster_wait();
         } else {
             cluster_meet();
@@ -329,7 +320,7 @@ __global__ void __launch_bounds__(FusedSizes<Groups, Tokens, Blocks, Whole>::kTh
                 fused_store<T, Tokens, Sizes>(base + Sizes::kRing, job, place, acc);
                 continue;
             }
-            if constexpr (Sizes::kByWarps) {
+            if constexpr (Sizes::kPushes) {
                 const float* pushed = reinterpret_cast<const float*>(base + Sizes::kRing);
                 cluster_wait();
                 fused_push_sums<Tokens, Sizes>(pushed, job, min(Tokens, job.rows - place.y * Tokens), acc);
