@@ -50,16 +50,18 @@ def convert_checkpoint(
     return open_store(dst)
 
 
-def check_destination(dst: Path, source: Path, force: bool) -> None:
-    """Only a complete store may be replaced, and only when asked to; never the source."""
+def check_destination(
+    dst: Path, source: Path, force: bool, marker: str = STORE_FILE, what: str = "a store"
+) -> None:
+    """Only what has the file `marker` may be replaced, and only when asked to; never the source."""
     if dst == source or dst in source.parents or source in dst.parents:
         raise UsageError(f"{dst}: lies in the checkpoint, or the checkpoint in it; choose another --dst-path")
     if not dst.exists():
         return
     if dst.is_dir() and not any(dst.iterdir()):
         return
-    if not (dst / STORE_FILE).is_file():
-        raise UsageError(f"{dst}: exists and is not a store; choose another --dst-path")
+    if not (dst / marker).is_file():
+        raise UsageError(f"{dst}: exists and is not {what}; choose another --dst-path")
     if not force:
         raise UsageError(f"{dst}: exists; give --force to replace it, or another --dst-path")
 
