@@ -30,9 +30,16 @@ from turbomill import console
 @click.option(
     "--force", is_flag=True, help="Replace an existing store, or a checkpoint that turbomill wrote."
 )
+@click.option("--dense", is_flag=True, help="Store a GGUF file's 4-bit linears in 16 bits.")
 @click.option("--json", "as_json", is_flag=True, help="Print machine output on stdout.")
 def convert(
-    model: str, dst: Path | None, dst_path: Path | None, target: str, force: bool, as_json: bool
+    model: str,
+    dst: Path | None,
+    dst_path: Path | None,
+    target: str,
+    force: bool,
+    dense: bool,
+    as_json: bool,
 ) -> None:
     """Convert a checkpoint to a fused model store, or a store back to a checkpoint.
 
@@ -48,7 +55,7 @@ def convert(
     if target == "store":
         from turbomill.convert.store import convert_checkpoint
 
-        convert_checkpoint(model, where, force=force)
+        convert_checkpoint(model, where, force=force, dense=dense)
     else:
         from turbomill.convert.rewrite import rewrite
 

@@ -62,7 +62,7 @@ def rewrite(model: str | Path, dst: Path, target: TargetFormat, *, force: bool =
             if f"{name.rpartition('.')[0]}." not in before and not IGNORED.search(name):
                 writer.add(name, source.tensor(name))
         for prefix in sizes:
-            linear = _with_zeros(prefix, source.linear(prefix), target)
+            linear = _fitting(prefix, source.linear(prefix), target)
             chosen = dense if schemes[prefix] is None else form
             for name, tensor in chosen.pack(prefix, linear).items():
                 writer.add(name, tensor)
@@ -102,6 +102,8 @@ def _format(
             f"--to {target}: {source.path} is not quantized; see `turbomill lite`, or take --to hf"
         )
     for prefix, scheme in quantized.items():
+        if scheme.mins:
+            raise UsageError(f"--to {target}: {prefix} has minima (GGUF's Q4_1), not zeros; use --to hf")
         if scheme.bits not in BITS[target]:
             other = " or ".join(formats_of(scheme.bits))
             raise UsageError(f"--to {target}: {prefix} has codes of {scheme.bits} bits; use --to {other}")
@@ -116,10 +118,18 @@ def _format(
     return form
 
 
-def _with_zeros(prefix: str, linear: Linear, target: TargetFormat) -> Linear:
-    """The linear, if the format can hold its zeros."""
+def _fitting(prefix: str, linear: Linear, target: TargetFormat) -> Linear:
+    """The linear, if the format can hold its zeros and its order."""
     if target == "gptq" and isinstance(linear, QuantLinear) and not bool(linear.zeros.all()):
         raise CheckpointError(
             f"{prefix}: has a zero of 0, about which readers of GPTQ v1 disagree; use --to gptq_v2"
+        )
+    if (
+        target not in ("hf", "gptq", "gptq_v2")
+        and isinstance(linear, QuantLinear)
+        and linear.order is not None
+    ):
+        raise CheckpointError(
+            f"{prefix}: its rows are in an order of their own (desc_act), which only GPTQ holds: --to gptq_v2"
         )
     return linear

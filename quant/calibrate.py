@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from turbomill import console
-from turbomill.convert.checkpoint import open_checkpoint
+from turbomill.convert.checkpoint import open_dense
 from turbomill.convert.runnable import runnable
 from turbomill.convert.staged import StagedDirectory
 from turbomill.convert.writer import MARKER, write_json
@@ -81,7 +81,7 @@ def calibrate(
     start = time.monotonic()
     options = options or QuantOptions()
     work_dir = Path(work_dir)
-    checkpoint = open_checkpoint(model)
+    checkpoint = open_dense(model)
     check_dense(checkpoint)
     check_work_dir(work_dir, options.overwrite)
     check_finite(checkpoint)

@@ -16,7 +16,7 @@ from torch import nn
 
 from turbomill import console
 from turbomill.calib_data import Windows, load_windows
-from turbomill.convert.checkpoint import Checkpoint, open_checkpoint
+from turbomill.convert.checkpoint import Checkpoint, open_dense
 from turbomill.convert.export import ExportFormat, smallest_zero
 from turbomill.convert.formats.base import WeightFormat
 from turbomill.convert.linear import QuantScheme
@@ -60,7 +60,7 @@ def quantize(
     if method not in METHODS:
         raise UsageError(f"method {method}: expected one of {', '.join(METHODS)}")
     work_dir = Path(work_dir)
-    checkpoint = open_checkpoint(model)
+    checkpoint = open_dense(model)
     if options.pad:
         checkpoint = padded(checkpoint, options.group)
     options = with_group(checkpoint, options)

@@ -158,8 +158,12 @@ class StoreCheckpoint(Checkpoint):
         scheme = replace(whole.scheme, group=self._group(whole, whole.shape[0]))
         step = _repeats(whole.scheme.group, scheme.group)
         values = (whole.codes, whole.scales[::step], whole.zeros[::step])
-        parts = zip(*(split(value, 1, block, sizes) for value in values), biases, strict=True)
-        return [QuantLinear(codes, scales, zeros, scheme, bias) for codes, scales, zeros, bias in parts]
+        mins = none if whole.mins is None else split(whole.mins[::step], 1, block, sizes)
+        parts = zip(*(split(value, 1, block, sizes) for value in values), biases, mins, strict=True)
+        return [
+            QuantLinear(codes, scales, zeros, scheme, bias, low, whole.order)
+            for codes, scales, zeros, bias, low in parts
+        ]
 
     def _group(self, grid: StoredGrid | QuantLinear, k: int) -> int:
         """The model's own group where the stored ones repeat it, a group that spans K, or the stored one."""
@@ -168,12 +172,8 @@ class StoreCheckpoint(Checkpoint):
         for group in wanted:
             if group >= stored and (group == k or group % stored == 0):
                 step = _repeats(stored, group)
-                few = (grid.scales[::step], grid.zeros[::step])
-                all_ = (grid.scales, grid.zeros)
-                if all(
-                    torch.equal(some.repeat_interleave(step, 0)[: len(every)], every)
-                    for some, every in zip(few, all_, strict=True)
-                ):
+                values = [value for value in (grid.scales, grid.zeros, grid.mins) if value is not None]
+                if all(torch.equal(v[::step].repeat_interleave(step, 0)[: len(v)], v) for v in values):
                     return group
         return min(stored, k)
 
