@@ -45,10 +45,8 @@ __global__ void __launch_bounds__(kDecodeWarps * 32, Blocks)
     const int64_t width = int64_t(a.num_heads + 2 * c.heads) * D;
 
     const DecodeRange range = a.ranges[blockIdx.x];
-    if (range.begin >= range.end) {
-        wait_for_previous();  // whoever waits for this kernel relies on those before it
-        return;
-    }
+    // Whoever waits for this kernel relies on those before it: some other block waits for them.
+    if (range.begin >= range.end) return;
     DecodeEntry e = range.first;
     int head = range.head, entry = range.entry, pair_begin = range.pair_begin, pair_end = range.pair_end;
     bool waited = false;
