@@ -27,8 +27,15 @@ struct Slice {
     SamplingParams sampling;
 };
 
+// The whole of page `to` becomes what page `from` holds.
+struct BlockCopy {
+    int from = 0, to = 0;
+};
+
 struct BatchData {
+    int64_t step = 0;  // the plan's number
     std::vector<Slice> slices;
+    std::vector<BlockCopy> copies;  // made in this order before the step writes anything
 
     // Results, filled by the executor.
     struct Sample {

@@ -23,7 +23,8 @@ struct RequestFields {
     X(float, top_p, 1.f)                    \
     X(uint64_t, seed, 0)                    \
     X(std::vector<int>, stop_token_ids, {}) \
-    X(bool, return_logits, false)
+    X(bool, return_logits, false)           \
+    X(int, priority, 0)
 #define TM_DECLARE_FIELD(type, name, value) type name = value;
     TM_REQUEST_FIELDS(TM_DECLARE_FIELD)
 #undef TM_DECLARE_FIELD
@@ -35,6 +36,7 @@ struct RequestFields {
         r.sampling = {temperature, top_k, top_p, seed};
         r.stop_token_ids = stop_token_ids;
         r.return_logits = return_logits;
+        r.priority = priority;
         return r;
     }
 };
@@ -91,6 +93,7 @@ void register_engine(py::module_& m) {
         .def_readonly("token_ids", &Output::token_ids)
         .def_property_readonly("finish_reason", [](const Output& o) { return finish_name(o.finish); })
         .def_readonly("error", &Output::error)
+        .def_readonly("cached_tokens", &Output::cached_tokens)
         .def_property_readonly("logits", &logits_array);
 
     py::class_<Turbomind>(m, "Engine", "Weights, cache and the engine's threads.")

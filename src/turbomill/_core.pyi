@@ -73,6 +73,7 @@ class EngineConfig:
     quant_policy: int  # 0, 8, 4
     cache_dtype: str  # "float32" | "float16" | "bfloat16", the KV cache under quant_policy 0
     eager_mode: bool  # never record decode steps as CUDA graphs; cuda only
+    enable_prefix_caching: bool  # keep blocks for later prompts that begin alike
     def __init__(self, **fields: Any) -> None: ...
     def to_dict(self) -> dict[str, Any]: ...
 
@@ -94,6 +95,7 @@ class Request:
     seed: int  # same seed, same text, whatever the batch
     stop_token_ids: list[int]  # includes EOS unless the caller ignores it
     return_logits: bool  # fp32 logits of every prompt position
+    priority: int  # lower goes first
     def __init__(self, **fields: Any) -> None: ...
 
 class Output:
@@ -104,6 +106,7 @@ class Output:
     finish_reason: str  # "" while running, then "stop", "length", "cancelled" or "error"
     error: str
     logits: NDArray[np.float32] | None  # [t, V] for the next t prompt positions
+    cached_tokens: int  # prompt tokens that the prefix cache had
 
 class Metrics:
     """A snapshot of the scheduler and the pools."""
@@ -112,11 +115,14 @@ class Metrics:
     running: int
     total_blocks: int
     free_blocks: int
+    cached_blocks: int  # used by nobody, kept for later prompts; free + cached + used = total
     steps: int
     recorded_steps: int  # of those, repeated from a recording (CUDA graphs)
     prompt_tokens: int
+    cached_tokens: int  # of those, the ones that were not computed
     generated_tokens: int
     preemptions: int
+    evictions: int  # of cached blocks
     healthy: bool
     def to_dict(self) -> dict[str, Any]: ...
 

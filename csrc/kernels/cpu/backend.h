@@ -24,6 +24,7 @@ class CpuBackend : public Backend {
     std::unique_ptr<Buffer> allocate(int rows, int columns) override;
     void set_embedding(const Linear& table) override { embedding_ = &table; }
     void begin_step(const BatchData& batch) override;
+    void copy_blocks(const std::vector<BlockCopy>& copies) override { cache_.copy(copies); }
     void synchronize() override {}
     void embed(Buffer& x) override;
     void rms_norm(Buffer& x, const std::vector<float>& weight, Buffer& y) override;

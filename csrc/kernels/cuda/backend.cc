@@ -183,6 +183,14 @@ void CudaBackend::begin_step(const BatchData& batch) {
     step_.send(batch, recordable(batch) ? padded_rows(count, config_.max_batch_size) - count : 0, stream_);
 }
 
+void CudaBackend::copy_blocks(const std::vector<BlockCopy>& copies) {
+    uint8_t* cache = cache_bytes_.as<uint8_t>();
+    for (const BlockCopy& copy : copies)
+        check(cudaMemcpyAsync(cache + copy.to * layout_.block_bytes, cache + copy.from * layout_.block_bytes,
+                              layout_.block_bytes, cudaMemcpyDeviceToDevice, stream_),
+              "copying a KV block");
+}
+
 void CudaBackend::run(BatchData& batch, const std::function<void()>& calls) {
     batch.samples.assign(batch.slices.size(), {});
     batch.logits.assign(batch.slices.size(), {});

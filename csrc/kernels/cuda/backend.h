@@ -58,6 +58,7 @@ class CudaBackend : public Backend {
     std::unique_ptr<Buffer> allocate_residual(int rows, int columns) override;
     void set_embedding(const Linear& table) override { embedding_ = weights_.at(table.dense); }
     void begin_step(const BatchData& batch) override;
+    void copy_blocks(const std::vector<BlockCopy>& copies) override;
     void run(BatchData& batch, const std::function<void()>& calls) override;
     bool ready() override;
     void synchronize() override;
