@@ -55,6 +55,11 @@ uint64_t Engine::submit(Request request) {
     require(request.max_new_tokens >= 0, "max_new_tokens must not be negative");
     require(request.sampling.temperature >= 0.f, "temperature must not be negative");
     require(request.sampling.top_k >= 0, "top_k must not be negative");
+    require(request.sampling.min_p >= 0.f && request.sampling.min_p <= 1.f, "min_p must be in [0, 1]");
+    for (const int count : {request.sampling.logprobs, request.sampling.prompt_logprobs})
+        require(count >= -1 && count <= kMostLogprobs,
+                "logprobs and prompt_logprobs must be at most " + std::to_string(kMostLogprobs));
+    request.rules.validate(model_.vocab_size);
     require(request.sampling.top_p > 0.f && request.sampling.top_p <= 1.f, "top_p must be in (0, 1]");
     const int most = config_.session_len - prompt;
     require(most >= (request.max_new_tokens > 0 ? 1 : 0),

@@ -7,7 +7,11 @@ namespace turbomill {
 
 void Orchestrator::accept(Request request) {
     counters_.prompt_tokens += int64_t(request.token_ids.size());
-    scheduler_.add(std::make_unique<Sequence>(std::move(request)));
+    auto sequence = std::make_unique<Sequence>(std::move(request));
+    const Request& r = sequence->request;
+    if (r.rules.any(r.stop_token_ids))
+        sequence->rules = std::make_unique<LogitRules>(r.rules, r.stop_token_ids, model_.vocab_size);
+    scheduler_.add(std::move(sequence));
 }
 
 Output Orchestrator::output_of(const Sequence& sequence) {
@@ -63,33 +67,39 @@ void Orchestrator::take_result(Sequence& sequence, const Slice& slice, const Bat
         return;
     }
     Output output = output_of(sequence);
-    if (slice.return_logits) take_logits(sequence, slice, batch.logits[index], output);
+    if (slice.return_logits || !slice.targets.empty()) take_rows(sequence, slice, batch, index, output);
     if (slice.sample) {
+        if (slice.sampling.logprobs >= 0) output.logprobs.push_back(batch.samples[index].logprobs);
         take_token(sequence, batch.samples[index].token, output);
     } else if (sequence.request.max_new_tokens == 0 &&
                slice.context + slice.length == sequence.prompt_length()) {
         finish(sequence, Finish::Length, output);
-    } else if (output.logits_rows > 0) {
+    } else if (output.logits_rows > 0 || !output.prompt_logprobs.empty()) {
         outputs_.push_back(std::move(output));
     }
 }
 
-void Orchestrator::take_logits(Sequence& sequence, const Slice& slice, const std::vector<float>& rows,
-                               Output& output) {
+void Orchestrator::take_rows(Sequence& sequence, const Slice& slice, const BatchData& batch, size_t index,
+                             Output& output) {
     // A recomputed prompt repeats positions that were already delivered, and may run past the prompt.
-    const int begin = std::max(slice.context, sequence.logits_delivered);
+    const int begin = std::max(slice.context, sequence.rows_delivered);
     const int end = std::min(slice.context + slice.length, sequence.prompt_length());
     if (end <= begin) return;
-    const auto first = rows.begin() + int64_t(begin - slice.context) * model_.vocab_size;
-    output.logits =
-        std::make_shared<std::vector<float>>(first, first + int64_t(end - begin) * model_.vocab_size);
-    output.logits_rows = end - begin;
-    sequence.logits_delivered = end;
+    if (slice.return_logits) {
+        const auto first = batch.logits[index].begin() + int64_t(begin - slice.context) * model_.vocab_size;
+        output.logits =
+            std::make_shared<std::vector<float>>(first, first + int64_t(end - begin) * model_.vocab_size);
+        output.logits_rows = end - begin;
+    }
+    for (int at = begin; !slice.targets.empty() && at < std::min(end, sequence.prompt_length() - 1); ++at)
+        output.prompt_logprobs.push_back(batch.logprobs[index][at - slice.context]);
+    sequence.rows_delivered = end;
 }
 
 void Orchestrator::take_token(Sequence& sequence, int token, Output& output) {
     const auto& stops = sequence.request.stop_token_ids;
     if (std::find(stops.begin(), stops.end(), token) != stops.end()) {
+        output.logprobs.clear();  // one for each token that is delivered
         finish(sequence, Finish::Stop, output);
         return;
     }

@@ -36,7 +36,8 @@ class Orchestrator {
 
   private:
     void take_result(Sequence& sequence, const Slice& slice, const BatchData& batch, size_t index);
-    void take_logits(Sequence& sequence, const Slice& slice, const std::vector<float>& rows, Output& output);
+    void take_rows(Sequence& sequence, const Slice& slice, const BatchData& batch, size_t index,
+                   Output& output);
     void take_token(Sequence& sequence, int token, Output& output);
     void finish(Sequence& sequence, Finish reason, Output& output);
     void fail(Sequence& sequence, const std::string& error);

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "engine/batch.h"
+#include "engine/logit_rules.h"
 
 namespace turbomill {
 
@@ -18,6 +19,7 @@ struct Request {
     std::vector<int> stop_token_ids;
     bool return_logits = false;  // logits of every prompt position
     int priority = 0;            // lower goes first
+    LogitRuleFields rules;
 };
 
 enum class Finish { None, Stop, Length, Cancelled, Error };
@@ -46,7 +48,9 @@ struct Output {
     std::string error;
     std::shared_ptr<std::vector<float>> logits;  // [rows, V], or null; shared with whoever reads it
     int logits_rows = 0;
-    int cached_tokens = 0;  // prompt tokens that the prefix cache had
+    std::vector<Logprobs> logprobs;         // one for each of token_ids, where wanted
+    std::vector<Logprobs> prompt_logprobs;  // of the next prompt tokens from the second on, where wanted
+    int cached_tokens = 0;                  // prompt tokens that the prefix cache had
 };
 
 // A snapshot of the scheduler and the pools. Of prompt_tokens, cached_tokens were not computed. A block is

@@ -160,8 +160,16 @@ Slice Scheduler::slice_of(Sequence& sequence, int length) {
     slice.blocks.reserve(sequence.blocks.size());
     for (const LogicalBlock* block : sequence.blocks) slice.blocks.push_back(block->page);
     slice.sample = end == sequence.length() && sequence.wants_sample();
-    slice.return_logits = sequence.owes_logits() && slice.context < sequence.prompt_length();
+    if (sequence.owes_rows() && slice.context < sequence.prompt_length()) {
+        slice.return_logits = sequence.request.return_logits;
+        if (sequence.request.sampling.prompt_logprobs >= 0)
+            for (int at = slice.context + 1; at <= end; ++at)
+                slice.targets.push_back(at < sequence.prompt_length() ? sequence.tokens[at] : -1);
+    }
     slice.sampling = sequence.request.sampling;
+    if (slice.sample && sequence.rules)
+        slice.edits =
+            sequence.rules->edits(sequence.tokens, sequence.prompt_length(), sequence.samples_in_flight);
     sequence.scheduled = end;
     sequence.samples_in_flight += slice.sample;
     ++sequence.steps_in_flight;
