@@ -38,6 +38,8 @@ class Backend {
 
     // Makes a step's tokens, positions and block tables current for the calls below.
     virtual void begin_step(const BatchData& batch) = 0;
+    // Queues copies of whole blocks of the cache, in order, before anything that the step writes.
+    virtual void copy_blocks(const std::vector<BlockCopy>& copies) = 0;
     // Issues the step that was begun, of which `calls` makes all calls below: a backend may record what they
     // queue and repeat it for later steps without calling. The batch stays where it is until synchronize().
     // Up to two steps may be issued at a time.

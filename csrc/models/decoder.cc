@@ -18,6 +18,7 @@ Decoder::Decoder(const ModelConfig& c, const Weights& weights, Backend& backend,
 
 void Decoder::issue(BatchData& batch) {
     backend_.begin_step(batch);
+    if (!batch.copies.empty()) backend_.copy_blocks(batch.copies);
     backend_.run(batch, [&] { queue(batch); });
 }
 

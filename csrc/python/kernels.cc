@@ -14,7 +14,9 @@
 #include "kernels/cpu/kv_cache.h"
 #include "kernels/cpu/linear.h"
 #include "kernels/sampling.h"
+#include "python/edit_fields.h"
 #include "python/register.h"
+#include "store/expand.h"
 
 namespace turbomill::python {
 
@@ -51,9 +53,8 @@ Floats dense_linear(const Floats& x, const py::array& w, const std::string& dtyp
     return run_linear(linear, x, isa, threads);
 }
 
-Floats w4_linear(const Floats& x, const Bytes& codes, const Bits16& scales,
-                 const std::optional<Bits16>& zeros, int n, int k, const std::string& dtype,
-                 const std::string& isa, int threads) {
+Linear w4_of(const Bytes& codes, const Bits16& scales, const std::optional<Bits16>& zeros, int n, int k,
+             const std::string& dtype, const std::optional<Bits16>& mins, const std::vector<int>& order) {
     require(codes.ndim() == 5 && scales.ndim() == 3,
             "codes must be [N/64, K/64, 4, 32, 16], scales [N/64, G, 64]");
     Linear linear;
@@ -62,11 +63,29 @@ Floats w4_linear(const Floats& x, const Bytes& codes, const Bits16& scales,
     linear.codes = codes.data();
     linear.scales = scales.data();
     linear.zeros = zeros ? zeros->data() : nullptr;
+    linear.mins = mins ? mins->data() : nullptr;
+    linear.order = order;
     linear.dtype = parse_dtype(dtype);
     linear.k_tiles = int(codes.shape(1));
     linear.groups = int(scales.shape(1));
     linear.group = linear.k_tiles * 64 / linear.groups;
-    return run_linear(linear, x, isa, threads);
+    return linear;
+}
+
+Floats w4_linear(const Floats& x, const Bytes& codes, const Bits16& scales,
+                 const std::optional<Bits16>& zeros, int n, int k, const std::string& dtype,
+                 const std::string& isa, int threads, const std::optional<Bits16>& mins,
+                 const std::vector<int>& order) {
+    return run_linear(w4_of(codes, scales, zeros, n, k, dtype, mins, order), x, isa, threads);
+}
+
+// The weight [N, K] that w4 codes and what is beside them stand for.
+Floats w4_expand(const Bytes& codes, const Bits16& scales, const std::optional<Bits16>& zeros, int n, int k,
+                 const std::string& dtype, const std::optional<Bits16>& mins, const std::vector<int>& order) {
+    const std::vector<float> values = expand(w4_of(codes, scales, zeros, n, k, dtype, mins, order));
+    Floats out({n, k});
+    std::copy(values.begin(), values.end(), out.mutable_data());
+    return out;
 }
 
 Floats rms_norm(const Floats& x, const Floats& w, float eps, const std::string& isa) {
@@ -181,12 +200,32 @@ Floats attention(const Floats& qkv, int num_heads, int num_kv_heads, int head_di
     return out;
 }
 
-int sample(const Floats& logits, float temperature, int top_k, float top_p, uint64_t seed,
-           uint64_t position) {
-    const auto result =
-        Sampler().sample(logits.data(), int(logits.size()), {temperature, top_k, top_p, seed}, position);
+int sample(const Floats& logits, float temperature, int top_k, float top_p, uint64_t seed, uint64_t position,
+           float min_p) {
+    const SamplingParams params{temperature, top_k, top_p, seed, min_p};
+    const auto result = Sampler().sample(logits.data(), int(logits.size()), params, position);
     if (!result.finite) throw std::invalid_argument("the logits are not finite");
     return result.token;
+}
+
+Floats edit_logits_row(const Floats& logits, float repetition, float presence, float frequency,
+                       const std::vector<EditFields>& edits, const std::vector<std::pair<int, int>>& bans,
+                       const std::vector<int>& allowed, int last, bool last_unknown) {
+    Floats out({logits.size()});
+    std::copy_n(logits.data(), logits.size(), out.mutable_data());
+    const LogitEdits rules =
+        logit_edits(repetition, presence, frequency, edits, bans, allowed, last_unknown, int(logits.size()));
+    edit_logits(rules, last, int(logits.size()), out.mutable_data());
+    return out;
+}
+
+// (logprob of the token, [(id, logprob) of the likeliest])
+py::tuple logprobs_row(const Floats& logits, int token, int count) {
+    require(count <= kMostLogprobs, "count is too large");
+    const Logprobs l = logprobs_of(logits.data(), int(logits.size()), token, count);
+    std::vector<std::pair<int, float>> top;
+    for (int i = 0; i < l.count; ++i) top.emplace_back(l.ids[i], l.values[i]);
+    return py::make_tuple(l.logprob, top);
 }
 
 }  // namespace
@@ -198,7 +237,10 @@ void register_kernels(py::module_& parent) {
           py::arg("bias") = std::vector<float>(), py::arg("isa") = "", py::arg("threads") = 1);
     m.def("w4_linear", &w4_linear, py::arg("x"), py::arg("codes"), py::arg("scales"), py::arg("zeros"),
           py::arg("n"), py::arg("k"), py::arg("dtype") = "float16", py::arg("isa") = "",
-          py::arg("threads") = 1);
+          py::arg("threads") = 1, py::arg("mins") = std::nullopt, py::arg("order") = std::vector<int>());
+    m.def("w4_expand", &w4_expand, py::arg("codes"), py::arg("scales"), py::arg("zeros"), py::arg("n"),
+          py::arg("k"), py::arg("dtype") = "float16", py::arg("mins") = std::nullopt,
+          py::arg("order") = std::vector<int>());
     m.def("rms_norm", &rms_norm, py::arg("x"), py::arg("w"), py::arg("eps"), py::arg("isa") = "");
     m.def("rope", &rope, py::arg("x"), py::arg("cos"), py::arg("sin"), py::arg("isa") = "");
     m.def("silu_gate", &silu_gate, py::arg("gate_up"), py::arg("isa") = "");
@@ -210,7 +252,12 @@ void register_kernels(py::module_& parent) {
     m.def("gelu_gate", &gelu_gate, py::arg("gate_up"), py::arg("isa") = "");
     m.def("softcap", &softcap, py::arg("x"), py::arg("scale"), py::arg("cap"), py::arg("isa") = "");
     m.def("sample", &sample, py::arg("logits"), py::arg("temperature"), py::arg("top_k"), py::arg("top_p"),
-          py::arg("seed"), py::arg("position"));
+          py::arg("seed"), py::arg("position"), py::arg("min_p") = 0.f);
+    m.def("edit_logits", &edit_logits_row, py::arg("logits"), py::arg("repetition") = 1.f,
+          py::arg("presence") = 0.f, py::arg("frequency") = 0.f, py::arg("edits") = std::vector<EditFields>(),
+          py::arg("bans") = std::vector<std::pair<int, int>>(), py::arg("allowed") = std::vector<int>(),
+          py::arg("last") = -1, py::arg("last_unknown") = false);
+    m.def("logprobs", &logprobs_row, py::arg("logits"), py::arg("token"), py::arg("count"));
 }
 
 }  // namespace turbomill::python

@@ -11,6 +11,7 @@
 #include "kernels/backend.h"
 #include "kernels/cache_layout.h"
 #include "kernels/cuda/device_weights.h"
+#include "kernels/cuda/edits.h"
 #include "kernels/cuda/graphs.h"
 #include "kernels/cuda/launch.h"
 #include "kernels/cuda/linear.h"
@@ -58,6 +59,7 @@ class CudaBackend : public Backend {
     std::unique_ptr<Buffer> allocate_residual(int rows, int columns) override;
     void set_embedding(const Linear& table) override { embedding_ = weights_.at(table.dense); }
     void begin_step(const BatchData& batch) override;
+    void copy_blocks(const std::vector<BlockCopy>& copies) override;
     void run(BatchData& batch, const std::function<void()>& calls) override;
     bool ready() override;
     void synchronize() override;
@@ -80,6 +82,7 @@ class CudaBackend : public Backend {
     struct Issued {
         BatchData* batch;
         std::vector<int> sampled;  // its slices that want a token
+        bool logprobs;             // some of them also logprobs
         int side;
     };
 
@@ -91,6 +94,15 @@ class CudaBackend : public Backend {
     void make_rope_table(const std::vector<float>& inv_freq);
     void prompt_attention(int layer, Buffer& qkv, Buffer& out);
     // Logits of every token of a slice, copied to the host in pieces.
+    // Logprobs of every token of a slice that has targets, likewise.
+    void copy_logprobs(Buffer& delta, Buffer& x, const float* norm, const DeviceLinear& head, int slice,
+                       BatchData& batch);
+    // Logits [count, V] of rows of a slice from its row `begin` on, into logits_.
+    void project(Buffer& delta, Buffer& x, const float* norm, const DeviceLinear& head, int slice, int begin,
+                 int count);
+    LogprobRow* sampled_logprobs() const {
+        return reinterpret_cast<LogprobRow*>(results_.as<uint8_t>() + logprobs_at_);
+    }
     void copy_logits(Buffer& delta, Buffer& x, const float* norm, const DeviceLinear& head, int slice,
                      BatchData& batch);
 
@@ -118,13 +130,17 @@ class CudaBackend : public Backend {
     const int logit_rows_;          // rows of the two below
     DeviceMemory normed_, logits_;  // [logit_rows, H] in T, [logit_rows, V] fp32
     DeviceMemory sample_parts_, sample_counters_;
-    DeviceMemory tokens_;          // [sampled]
-    PinnedMemory host_tokens_[2];  // likewise, of two steps in turn
-    Event done_[2];                // likewise
-    DeviceMemory row_numbers_;     // 0, 1, 2, ... as many as a step has rows
-    std::deque<Issued> issued_;    // oldest first, at most two
-    int side_ = 0;                 // of the step being issued
-    bool rope_fused_ = false;      // likewise
+    EditInputs edits_;
+    DeviceMemory edited_;           // logits with their edits, as large as logits_; made when first needed
+    const size_t logprobs_at_;      // in results_
+    DeviceMemory results_;          // tokens [sampled], then LogprobRow [sampled] where some are wanted
+    PinnedMemory host_results_[2];  // likewise, of two steps in turn
+    Event done_[2];                 // likewise
+    DeviceMemory targets_, target_logprobs_;  // [logit_rows] of a prompt: tokens, LogprobRow
+    DeviceMemory row_numbers_;                // 0, 1, 2, ... as many as a step has rows
+    std::deque<Issued> issued_;               // oldest first, at most two
+    int side_ = 0;                            // of the step being issued
+    bool rope_fused_ = false;                 // likewise
     StepGraphs graphs_;
 };
 

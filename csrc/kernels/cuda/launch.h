@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "core/dtype.h"
+#include "engine/batch.h"
 #include "kernels/cuda/w4_plan.h"
 
 namespace turbomill::cuda {
@@ -37,7 +38,34 @@ struct SampleInfo {
     uint64_t seed, position;
     float temperature, top_p;
     int top_k, slot;
+    float gap;     // min_p_gap(); -inf: off
+    int logprobs;  // likeliest tokens to report; -1: nothing
 };
+
+// The edits of one row of logits, as in LogitEdits: ranges of EditsView's arrays.
+struct EditRow {
+    int row, slot;
+    int first_edit, edit_count, first_ban, ban_count;
+    int mask;  // which of the masks; -1: every token is allowed
+    int last_unknown;
+    float repetition, presence, frequency;
+};
+struct EditsView {
+    int count;  // rows
+    const EditRow* rows;
+    const LogitEdit* edits;
+    const AfterLast* bans;
+    const uint32_t* masks;  // [masks, ceil(V / 32)]
+};
+
+// Logprobs of a row, as the host reads them.
+struct LogprobRow {
+    float logprob;
+    int count;
+    int ids[kMostLogprobs];
+    float values[kMostLogprobs];
+};
+static_assert(sizeof(LogprobRow) == sizeof(Logprobs));
 
 // The paged cache as kernels see it; kernels/cache_layout.h says what the offsets mean.
 struct CacheView {
@@ -240,5 +268,12 @@ int sample_pieces(int vocab);
 // Tokens also become their slot's last sample.
 void sample(const float* logits, int vocab, const SampleInfo* info, int count, int* tokens, int* last_token,
             const SampleWorkspace& workspace, cudaStream_t stream);
+// Edits rows of logits [count, V] in place; `last_token` by slot.
+void edit_logits(float* logits, int vocab, const EditsView& edits, const int* last_token,
+                 cudaStream_t stream);
+// out[i]: of token tokens[i] (-1: none) in row i of logits [rows, V], and of the row's likeliest tokens, as
+// many as infos[i] wants, or `fixed_count` where `infos` is null. Rows that want none are left alone.
+void logprobs(const float* logits, int vocab, const SampleInfo* infos, int fixed_count, const int* tokens,
+              int rows, LogprobRow* out, cudaStream_t stream);
 
 }  // namespace turbomill::cuda

@@ -22,8 +22,8 @@ DeviceLinear device_view(const Linear& w, const DeviceWeights& weights) {
     view.n = w.n;
     view.k = w.k;
     view.bias = weights.at(w.bias);
-    if (w.dense) {
-        view.dense = weights.at(w.dense);
+    if (w.dense || w.plain_only()) {
+        view.dense = weights.at(w.dense ? w.dense : w.codes);
         return view;
     }
     view.w4 = {static_cast<const uint8_t*>(weights.at(w.codes)),

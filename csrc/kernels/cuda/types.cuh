@@ -75,9 +75,10 @@ void with_type(DType type, F&& fn) {
         case DType::BF16:
             return fn.template operator()<__nv_bfloat16>();
         case DType::U8:
+        case DType::I32:
             break;
     }
-    throw std::invalid_argument("no kernel for activations of bytes");
+    throw std::invalid_argument("no kernel for activations of whole numbers");
 }
 
 // The same for the 16-bit types.
