@@ -14,7 +14,7 @@ from turbomill.convert.formats.base import WeightFormat
 from turbomill.convert.formats.dense import DenseFormat
 from turbomill.convert.linear import Linear, QuantLinear, QuantScheme
 from turbomill.convert.source import kind_of, resolve_model
-from turbomill.convert.staged import StagedDirectory
+from turbomill.convert.staged import StagedDirectory, require_space
 from turbomill.convert.store.back import StoreCheckpoint
 from turbomill.convert.store.check import IGNORED
 from turbomill.convert.store.convert import check_destination
@@ -53,6 +53,8 @@ def rewrite(model: str | Path, dst: Path, target: TargetFormat, *, force: bool =
     described = form.quantization_config()
     config = {key: value for key, value in source.config.items() if key != "quantization_config"}
     config = {**config, "quantization_config": described} if described else config
+    parameters = sum(k * n for k, n in sizes.values())
+    require_space(dst, source.disk_bytes if described or source.scheme is None else 2 * parameters)
     dense, before = DenseFormat(), {f"{prefix}." for prefix in sizes}
     with (
         CheckpointWriter(dst, config, staged=StagedDirectory(dst)) as writer,

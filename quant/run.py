@@ -22,7 +22,7 @@ from turbomill.convert.formats.base import WeightFormat
 from turbomill.convert.linear import QuantScheme
 from turbomill.convert.reference import load_dense_model
 from turbomill.convert.runnable import runnable
-from turbomill.convert.staged import ResumableDirectory
+from turbomill.convert.staged import ResumableDirectory, require_space
 from turbomill.convert.writer import MARKER, CheckpointWriter, write_json
 from turbomill.errors import UsageError
 from turbomill.quant.activations import choose
@@ -75,7 +75,10 @@ def quantize(
         work_dir, {**same, "calibration data": described and described["sha256"]}, options.overwrite
     )
     recipe = recipe_of(method, options.correct)
-    logger.info("%s", estimate(checkpoint, calibration, recipe, options, device))
+    expected = estimate(checkpoint, calibration, recipe, options, device)
+    logger.info("%s", expected)
+    if not staged.temp.is_dir():  # else a run that is gone on with, and some of it is there
+        require_space(work_dir, int(expected.disk))
     allocation = None
     if options.budget and calibration:
         with torch.no_grad():

@@ -30,7 +30,6 @@ from turbomill.reports.scores import Reference, Tally, check_logits, make_refere
 logger = logging.getLogger("turbomill.reports")
 
 
-
 class Scorer(Protocol):
     """The part of an engine that scoring uses."""
 

@@ -9,7 +9,7 @@ from typing import Any
 from turbomill import console
 from turbomill.convert.checkpoint import Checkpoint, open_checkpoint, open_dense
 from turbomill.convert.source import STORE_FILE
-from turbomill.convert.staged import StagedDirectory
+from turbomill.convert.staged import StagedDirectory, require_space
 from turbomill.convert.store.check import check_tensors
 from turbomill.convert.store.manifest import TensorInfo, version_for
 from turbomill.convert.store.plan import plan_store
@@ -41,6 +41,7 @@ def convert_checkpoint(
     check_tensors(checkpoint)
     steps = plan_store(checkpoint)
     total = sum(planned.nbytes for step in steps for planned in step.tensors)
+    require_space(dst, total)
     with StagedDirectory(dst) as temp:
         checkpoint.copy_sidecars(temp)
         with console.progress("convert (KiB)", -(-total // 1024)) as task:
