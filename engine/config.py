@@ -42,6 +42,7 @@ class EngineConfig:
     cache_dtype: str = "auto"  # "auto": the model's own dtype
     device: str = "auto"  # "cpu", "cuda" or "cuda:N"; "auto": a GPU when the core can use one, else the CPU
     num_threads: int = 0  # 0: every core the process may run on
+    enable_prefix_caching: bool = True  # keep KV blocks for later prompts that begin alike
     eager_mode: bool = False  # never record a GPU's decode steps as CUDA graphs
     backend: str = "turbomind"
     strict: bool = False  # never fall back to another engine

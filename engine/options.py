@@ -51,6 +51,12 @@ ENGINE_OPTIONS = (
     ),
     click.option("--num-threads", type=int, default=0, help="CPU threads.  [every core]"),
     click.option(
+        "--enable-prefix-caching/--no-prefix-caching",
+        default=DEFAULTS.enable_prefix_caching,
+        show_default=True,
+        help="Keep KV blocks for later prompts that begin alike.",
+    ),
+    click.option(
         "--eager-mode", is_flag=True, help="Launch every GPU kernel by itself, without CUDA graphs."
     ),
     click.option(
@@ -73,6 +79,7 @@ def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
         quant_policy: str,
         device: str,
         num_threads: int,
+        enable_prefix_caching: bool,
         eager_mode: bool,
         backend: str,
         strict: bool,
@@ -86,6 +93,7 @@ def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
             quant_policy=int(quant_policy),
             device=device,
             num_threads=num_threads,
+            enable_prefix_caching=enable_prefix_caching,
             eager_mode=eager_mode,
             backend=backend,
             strict=strict,

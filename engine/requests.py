@@ -29,6 +29,7 @@ class Usage:
 
     prompt_tokens: int
     generated_tokens: int  # without the stop token
+    cached_tokens: int = 0  # of the prompt, that the prefix cache had
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,11 @@ class EngineMetrics:
     running: int
     total_blocks: int
     free_blocks: int
+    cached_blocks: int  # held for prompts that begin alike, given up when a running sequence needs them
     steps: int
     prompt_tokens: int
+    cached_tokens: int  # of those, the ones that were not computed
     generated_tokens: int
     preemptions: int
+    evictions: int
     healthy: bool

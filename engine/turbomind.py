@@ -109,6 +109,7 @@ class TurbomindEngine:
             "device": self._device,
             "num_threads": config.num_threads,
             "eager_mode": config.eager_mode,
+            "enable_prefix_caching": config.enable_prefix_caching,
             "max_batch_size": config.max_batch_size,
             "session_len": self._session_len,
             "max_prefill_token_num": config.max_prefill_token_num,
@@ -203,17 +204,18 @@ class TurbomindEngine:
     async def _generate(
         self, request: _core.Request, gen: GenerationConfig
     ) -> AsyncGenerator[GenerationOutput, None]:
-        prompt_tokens, generated = len(request.token_ids), 0
+        prompt_tokens, generated, cached = len(request.token_ids), 0, 0
         text = TextStream(lambda ids: self.decode(ids, gen.skip_special_tokens), gen.stop_words)
         with self._bridge.submit(request) as stream:
             finish: FinishReason | None = None
             while finish is None:
-                token_ids, finish = await _next_tokens(stream)
+                token_ids, cached, finish = await _next_tokens(stream)
                 generated += len(token_ids)
                 piece = text.feed(token_ids, final=finish is not None)
                 if text.stopped:
                     finish = "stop"
-                yield GenerationOutput(piece, tuple(token_ids), Usage(prompt_tokens, generated), finish)
+                usage = Usage(prompt_tokens, generated, cached)
+                yield GenerationOutput(piece, tuple(token_ids), usage, finish)
 
     async def logits(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
         """fp32 logits [T, V] of every position of `token_ids` [T]."""
@@ -271,13 +273,15 @@ def _raise_failure(output: _core.Output) -> None:
         raise EngineError(output.error or "the engine failed this request")
 
 
-async def _next_tokens(stream: OutputStream) -> tuple[list[int], FinishReason | None]:
-    """Tokens of all outputs that are there, and the finish reason with the last of them."""
+async def _next_tokens(stream: OutputStream) -> tuple[list[int], int, FinishReason | None]:
+    """Tokens of all outputs that are there, cached prompt tokens, and the last output's finish reason."""
     tokens: list[int] = []
+    cached = 0
     finish: FinishReason | None = None
     for output in await stream.next():
         _raise_failure(output)
         tokens.extend(output.token_ids)
+        cached = output.cached_tokens
         if output.finish_reason:
             finish = output.finish_reason  # type: ignore[assignment]
-    return tokens, finish
+    return tokens, cached, finish

@@ -14,8 +14,8 @@ from turbomill import console
 from turbomill.convert.checkpoint import open_dense
 from turbomill.convert.runnable import runnable
 from turbomill.convert.staged import StagedDirectory
-from turbomill.convert.writer import write_json
-from turbomill.quant.checks import MARKER, check_dense, check_finite, check_work_dir
+from turbomill.convert.writer import MARKER, write_json
+from turbomill.quant.checks import check_dense, check_finite, check_work_dir
 from turbomill.quant.decoder import StreamedDecoder, watching
 from turbomill.quant.options import QuantOptions
 from turbomill.quant.run import calibration_windows, device_of, peak_bytes

@@ -164,10 +164,9 @@ class GgufCheckpoint(Checkpoint):
     def format_of(self, prefix: str) -> WeightFormat:
         """Q4_0 and Q4_1 keep their codes; the rest is dense."""
         part = self._parts.get(f"{prefix}.weight")
-        known = part is not None and len(part.shape) == 2
-        return (
-            GgufFormat(SCHEMES[part.tensor.kind]) if known and part.tensor.kind in SCHEMES else DenseFormat()
-        )
+        if part is None or len(part.shape) != 2 or part.tensor.kind not in SCHEMES:
+            return DenseFormat()
+        return GgufFormat(SCHEMES[part.tensor.kind])
 
     def blocks(self, name: str) -> tuple[np.ndarray, str]:
         """A tensor's rows of bytes in Hugging Face's order, and their block type."""

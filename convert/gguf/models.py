@@ -42,7 +42,7 @@ def _nothing(_meta: Metadata) -> Fields:
 
 @dataclass(frozen=True)
 class GgufModel:
-    """One architecture of llama.cpp. `names` are a layer's, without `blk.N.`, in Hugging Face terms."""
+    """One architecture of llama.cpp. `names` are those of a layer, without `blk.N.`, in Hugging Face's."""
 
     architecture: str  # the Hugging Face class
     kind: str  # its model_type

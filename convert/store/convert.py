@@ -10,7 +10,7 @@ from turbomill import console
 from turbomill.convert.checkpoint import Checkpoint, open_checkpoint, open_dense
 from turbomill.convert.hf import read_json
 from turbomill.convert.source import STORE_FILE
-from turbomill.convert.staged import StagedDirectory
+from turbomill.convert.staged import StagedDirectory, require_space
 from turbomill.convert.store.check import check_tensors
 from turbomill.convert.store.manifest import TensorInfo, version_for
 from turbomill.convert.store.plan import plan_store
@@ -44,6 +44,7 @@ def convert_checkpoint(
     check_tensors(checkpoint)
     steps = plan_store(checkpoint)
     total = sum(planned.nbytes for step in steps for planned in step.tensors)
+    require_space(dst, total)
     with StagedDirectory(dst) as temp:
         checkpoint.copy_sidecars(temp)
         with console.progress("convert (KiB)", -(-total // 1024)) as task:
@@ -59,8 +60,10 @@ def convert_checkpoint(
     return open_store(dst)
 
 
-def check_destination(dst: Path, source: Path, force: bool) -> None:
-    """Only a complete store may be replaced, and only when asked to; never the source."""
+def check_destination(
+    dst: Path, source: Path, force: bool, marker: str = STORE_FILE, what: str = "a store"
+) -> None:
+    """Only what has the file `marker` may be replaced, and only when asked to; never the source."""
     here = dst.resolve()
     if here == source or here in source.parents or source in here.parents:
         raise UsageError(f"{dst}: lies in the checkpoint, or the checkpoint in it; choose another --dst-path")
@@ -68,8 +71,8 @@ def check_destination(dst: Path, source: Path, force: bool) -> None:
         return
     if dst.is_dir() and not any(dst.iterdir()):
         return
-    if not (dst / STORE_FILE).is_file():
-        raise UsageError(f"{dst}: exists and is not a store; choose another --dst-path")
+    if not (dst / marker).is_file():
+        raise UsageError(f"{dst}: exists and is not {what}; choose another --dst-path")
     if not force:
         raise UsageError(f"{dst}: exists; give --force to replace it, or another --dst-path")
 

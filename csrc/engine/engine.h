@@ -12,8 +12,8 @@
 #include "core/queue.h"
 #include "engine/executor.h"
 #include "engine/gateway.h"
+#include "engine/orchestrator.h"
 #include "engine/request.h"
-#include "engine/scheduler.h"
 
 namespace turbomill {
 
@@ -34,23 +34,13 @@ class Engine {
 
   private:
     void run();
-    void accept(std::vector<Request> requests);
-    void cancel_marked(const std::vector<uint64_t>& ids);
-    void update(const BatchData& batch);
-    void take_result(Sequence& sequence, const Slice& slice, const BatchData& batch, size_t index);
-    void take_token(Sequence& sequence, int token, Output& output);
-    void finish(Sequence& sequence, Finish reason, Output& output);
-    void fail(Sequence& sequence, const std::string& error);
     void notify();
     void publish_metrics();
 
     const ModelConfig model_;
     const EngineConfig config_;
     Gateway gateway_;
-    Scheduler scheduler_;
-    std::vector<Output> outputs_;  // of the step being taken in
-    int in_flight_ = 0;
-    Metrics counters_;  // the engine thread's own
+    Orchestrator orchestrator_;
 
     mutable std::mutex metrics_mutex_;
     Metrics published_;

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "engine/batch.h"
+#include "engine/logit_rules.h"
 
 namespace turbomill {
 
@@ -17,6 +18,8 @@ struct Request {
     SamplingParams sampling;
     std::vector<int> stop_token_ids;
     bool return_logits = false;  // logits of every prompt position
+    int priority = 0;            // lower goes first
+    LogitRuleFields rules;
 };
 
 enum class Finish { None, Stop, Length, Cancelled, Error };
@@ -45,19 +48,26 @@ struct Output {
     std::string error;
     std::shared_ptr<std::vector<float>> logits;  // [rows, V], or null; shared with whoever reads it
     int logits_rows = 0;
+    std::vector<Logprobs> logprobs;         // one for each of token_ids, where wanted
+    std::vector<Logprobs> prompt_logprobs;  // of the next prompt tokens from the second on, where wanted
+    int cached_tokens = 0;                  // prompt tokens that the prefix cache had
 };
 
-// A snapshot of the scheduler and the pools.
+// A snapshot of the scheduler and the pools. Of prompt_tokens, cached_tokens were not computed. A block is
+// free, cached (evicted when it is needed), or used.
 #define TM_METRICS_FIELDS(X)        \
     X(int64_t, waiting, 0)          \
     X(int64_t, running, 0)          \
     X(int64_t, total_blocks, 0)     \
     X(int64_t, free_blocks, 0)      \
+    X(int64_t, cached_blocks, 0)    \
     X(int64_t, steps, 0)            \
     X(int64_t, recorded_steps, 0)   \
     X(int64_t, prompt_tokens, 0)    \
+    X(int64_t, cached_tokens, 0)    \
     X(int64_t, generated_tokens, 0) \
     X(int64_t, preemptions, 0)      \
+    X(int64_t, evictions, 0)        \
     X(bool, healthy, true)
 
 struct Metrics {

@@ -1,8 +1,8 @@
 // Decides what each step computes. It plans against the pool's numbers, then commits the plan.
 #pragma once
 
-#include <deque>
 #include <memory>
+#include <set>
 #include <unordered_map>
 #include <vector>
 
@@ -24,18 +24,26 @@ class Scheduler {
     // flight, so that no kernel still reads the blocks they give up.
     std::unique_ptr<BatchData> schedule(int steps_in_flight);
 
+    // Tokens of `sequence` have arrived: other sequences can find the blocks that they complete.
+    void record_arrived(Sequence& sequence);
+    // The step failed: what it was to write is never found. Returns the sequences that must fail with it:
+    // its own, and those that have taken something of theirs.
+    std::vector<Sequence*> spoil(const BatchData& batch);
+    // Nobody finds what this sequence computed: it may be wrong.
+    void distrust(const Sequence& sequence);
     // Drops finished sequences that no step reads any more.
     void retire();
 
-    int waiting() const { return waiting_live_; }
+    int waiting() const { return int(waiting_.size()); }
     int running() const { return int(running_.size()); }
     int64_t preemptions() const { return preemptions_; }
-    const CacheBlockPool& pool() const { return pool_; }
+    const BlockPool& pool() const { return pool_; }
+    void clear_cache() { pool_.clear(); }
 
-    // The engine calls this when it sets `finished`, so that the counts stay right.
-    void note_finished(const Sequence& sequence);
+    // The engine calls this when it sets `finished`: a sequence that waits leaves at once.
+    void note_finished(Sequence& sequence);
     // A sequence that cannot start although nothing else runs; the engine fails it.
-    Sequence* stuck();
+    Sequence* stuck() { return running_.empty() && !waiting_.empty() ? *waiting_.begin() : nullptr; }
     std::vector<Sequence*> all();
 
   private:
@@ -46,25 +54,28 @@ class Scheduler {
     };
 
     void plan_required(int steps_in_flight);
-    void plan_admissions();
-    std::unique_ptr<BatchData> commit();
+    void admit_waiting(BatchData& batch);
+    void admit(Sequence& sequence, const PrefixMatch& match, BatchData& batch);
+    void commit(Sequence& sequence, int length, int new_blocks, BatchData& batch);
     Slice slice_of(Sequence& sequence, int length);
     void preempt(Sequence& sequence);
+    void leave(Sequence& sequence);
+    void record(Sequence& sequence, int end, int64_t step);
     int blocks_needed(const Sequence& sequence, int tokens) const;
-    void drop_finished_waiting();
 
     const EngineConfig& config_;
-    CacheBlockPool pool_;  // outlives the sequences' blocks
     std::unordered_map<uint64_t, std::unique_ptr<Sequence>> sequences_;
-    std::deque<Sequence*> waiting_;   // by arrival; may hold finished ones until they reach the front
-    std::vector<Sequence*> running_;  // by arrival
+    BlockPool pool_;
+    std::set<Sequence*, ByUrgency> waiting_;
+    std::vector<Sequence*> running_;  // by urgency
     std::vector<int> free_slots_;
-    int waiting_live_ = 0;
+    std::vector<std::unique_ptr<Sequence>> gone_;  // finished while they waited; freed by retire()
     int64_t preemptions_ = 0;
 
     // The plan being made.
+    int64_t step_ = 0;  // its number
     std::vector<Planned> plan_;
-    int free_ = 0;            // blocks the plan has not used
+    int reserved_ = 0;        // blocks it will take
     int prefill_budget_ = 0;  // tokens
     bool short_of_blocks_ = false;
 };

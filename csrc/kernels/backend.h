@@ -38,6 +38,8 @@ class Backend {
 
     // Makes a step's tokens, positions and block tables current for the calls below.
     virtual void begin_step(const BatchData& batch) = 0;
+    // Queues copies of whole blocks of the cache, in order, before anything that the step writes.
+    virtual void copy_blocks(const std::vector<BlockCopy>& copies) = 0;
     // Issues the step that was begun, of which `calls` makes all calls below: a backend may record what they
     // queue and repeat it for later steps without calling. The batch stays where it is until synchronize().
     // Up to two steps may be issued at a time.
@@ -64,6 +66,13 @@ class Backend {
     virtual void attention(int layer, Buffer& qkv, Buffer& out) = 0;
     // out [T, I] = silu(gate) * up; gate_up [T, 2 I] interleaved by 8
     virtual void silu_gate(Buffer& gate_up, Buffer& out) = 0;
+
+    // The linear of a gate and what follows it: out [T, I] = silu(gate) * up of gate_up = x w^T. A backend
+    // that does both at once leaves gate_up [T, 2 I] alone.
+    virtual void silu_gated_linear(const Linear& w, Buffer& x, Buffer& gate_up, Buffer& out) {
+        linear(w, x, gate_up);
+        silu_gate(gate_up, out);
+    }
 
     // What only some models need (ModelConfig's variants). A backend overrides what it supports, and refuses
     // the other variants when it is made: see require_known_variants.

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 namespace turbomill {
 namespace {
@@ -43,7 +44,38 @@ class Race {
 
 }  // namespace
 
+float min_p_gap(const SamplingParams& params) {
+    if (params.min_p <= 0.f) return -std::numeric_limits<float>::infinity();
+    return float(double(params.temperature) * std::log(double(params.min_p)));
+}
+
+Logprobs logprobs_of(const float* logits, int vocab, int token, int count) {
+    float best = logits[0];
+    for (int i = 1; i < vocab; ++i) best = std::max(best, logits[i]);
+    double sum = 0;
+    for (int i = 0; i < vocab; ++i) sum += std::exp(double(logits[i] - best));
+    const double log_sum = double(best) + std::log(sum);
+    Logprobs out;
+    if (token >= 0) out.logprob = float(double(logits[token]) - log_sum);
+    count = std::min(count, vocab);
+    const auto less_likely = [&](int a, int b) {
+        return logits[a] != logits[b] ? logits[a] < logits[b] : a > b;
+    };
+    for (int i = 0; i < vocab && count > 0; ++i) {
+        int place = out.count;
+        if (place == count && less_likely(i, out.ids[place - 1])) continue;
+        if (place == count) --place;
+        for (; place > 0 && less_likely(out.ids[place - 1], i); --place) out.ids[place] = out.ids[place - 1];
+        out.ids[place] = i;
+        out.count = std::min(out.count + 1, count);
+    }
+    for (int i = 0; i < out.count; ++i) out.values[i] = float(double(logits[out.ids[i]]) - log_sum);
+    return out;
+}
+
 void Sampler::keep_nucleus(float best_logit, const SamplingParams& params) {
+    const float least = best_logit + min_p_gap(params);
+    std::erase_if(candidates_, [&](const Candidate& c) { return c.logit < least; });
     const auto greater = [](const Candidate& a, const Candidate& b) {
         return a.logit != b.logit ? a.logit > b.logit : a.id < b.id;
     };
@@ -80,20 +112,20 @@ BatchData::Sample Sampler::sample(const float* logits, int vocab, const Sampling
         finite &= std::isfinite(logits[i]);
         if (logits[i] > logits[best]) best = i;
     }
-    if (!finite) return {-1, false};
-    if (params.temperature <= 0.f || params.top_k == 1) return {best, true};
+    if (!finite) return {-1, false, {}};
+    if (params.temperature <= 0.f || params.top_k == 1) return {best, true, {}};
 
     Race race(params, position);
     race.enter(logits[best], best);  // a high bar from the start
-    if (params.top_k <= 0 && params.top_p >= 1.f) {
+    if (params.top_k <= 0 && params.top_p >= 1.f && params.min_p <= 0.f) {
         for (int i = 0; i < vocab; ++i) race.enter(logits[i], i);
-        return {race.winner(), true};
+        return {race.winner(), true, {}};
     }
     candidates_.resize(vocab);
     for (int i = 0; i < vocab; ++i) candidates_[i] = {logits[i], i};
     keep_nucleus(logits[best], params);
     for (const auto& c : candidates_) race.enter(c.logit, c.id);
-    return {race.winner(), true};
+    return {race.winner(), true, {}};
 }
 
 }  // namespace turbomill

@@ -15,15 +15,27 @@ namespace {
 
 // A request's fields as Python names them.
 struct RequestFields {
-#define TM_REQUEST_FIELDS(X)                \
-    X(std::vector<int>, token_ids, {})      \
-    X(int, max_new_tokens, 0)               \
-    X(float, temperature, 0.f)              \
-    X(int, top_k, 0)                        \
-    X(float, top_p, 1.f)                    \
-    X(uint64_t, seed, 0)                    \
-    X(std::vector<int>, stop_token_ids, {}) \
-    X(bool, return_logits, false)
+#define TM_REQUEST_FIELDS(X)                        \
+    X(std::vector<int>, token_ids, {})              \
+    X(int, max_new_tokens, 0)                       \
+    X(float, temperature, 0.f)                      \
+    X(int, top_k, 0)                                \
+    X(float, top_p, 1.f)                            \
+    X(float, min_p, 0.f)                            \
+    X(uint64_t, seed, 0)                            \
+    X(int, logprobs, -1)                            \
+    X(int, prompt_logprobs, -1)                     \
+    X(std::vector<int>, stop_token_ids, {})         \
+    X(bool, return_logits, false)                   \
+    X(int, priority, 0)                             \
+    X(float, repetition_penalty, 1.f)               \
+    X(float, presence_penalty, 0.f)                 \
+    X(float, frequency_penalty, 0.f)                \
+    X(std::vector<int>, logit_bias_ids, {})         \
+    X(std::vector<float>, logit_biases, {})         \
+    X(int, min_new_tokens, 0)                       \
+    X(std::vector<std::vector<int>>, bad_words, {}) \
+    X(std::vector<int>, allowed_token_ids, {})
 #define TM_DECLARE_FIELD(type, name, value) type name = value;
     TM_REQUEST_FIELDS(TM_DECLARE_FIELD)
 #undef TM_DECLARE_FIELD
@@ -32,9 +44,12 @@ struct RequestFields {
         Request r;
         r.token_ids = token_ids;
         r.max_new_tokens = max_new_tokens;
-        r.sampling = {temperature, top_k, top_p, seed};
+        r.sampling = {temperature, top_k, top_p, seed, min_p, logprobs, prompt_logprobs};
         r.stop_token_ids = stop_token_ids;
         r.return_logits = return_logits;
+        r.priority = priority;
+        r.rules = {repetition_penalty, presence_penalty, frequency_penalty, logit_bias_ids,
+                   logit_biases,       min_new_tokens,   bad_words,         allowed_token_ids};
         return r;
     }
 };
@@ -86,12 +101,22 @@ void register_engine(py::module_& m) {
     py::class_<RequestFields> request(m, "Request", "One generation.");
     bind_fields<RequestFields>(request);
 
+    py::class_<Logprobs>(m, "Logprobs", "Of a token, and of the likeliest ones in its place.")
+        .def_readonly("logprob", &Logprobs::logprob)
+        .def_property_readonly("top", [](const Logprobs& l) {
+            std::vector<std::pair<int, float>> top;
+            for (int i = 0; i < l.count; ++i) top.emplace_back(l.ids[i], l.values[i]);
+            return top;
+        });
     py::class_<Output>(m, "Output", "What one step gave one request.")
         .def_readonly("id", &Output::id)
         .def_readonly("token_ids", &Output::token_ids)
         .def_property_readonly("finish_reason", [](const Output& o) { return finish_name(o.finish); })
         .def_readonly("error", &Output::error)
-        .def_property_readonly("logits", &logits_array);
+        .def_readonly("cached_tokens", &Output::cached_tokens)
+        .def_property_readonly("logits", &logits_array)
+        .def_readonly("logprobs", &Output::logprobs)
+        .def_readonly("prompt_logprobs", &Output::prompt_logprobs);
 
     py::class_<Turbomind>(m, "Engine", "Weights, cache and the engine's threads.")
         .def(py::init([](const ModelConfig& model, const std::vector<TensorRef>& tensors,

@@ -14,6 +14,7 @@
 #include "kernels/cpu/kv_cache.h"
 #include "kernels/cpu/linear.h"
 #include "kernels/sampling.h"
+#include "python/edit_fields.h"
 #include "python/register.h"
 #include "store/expand.h"
 
@@ -199,12 +200,32 @@ Floats attention(const Floats& qkv, int num_heads, int num_kv_heads, int head_di
     return out;
 }
 
-int sample(const Floats& logits, float temperature, int top_k, float top_p, uint64_t seed,
-           uint64_t position) {
-    const auto result =
-        Sampler().sample(logits.data(), int(logits.size()), {temperature, top_k, top_p, seed}, position);
+int sample(const Floats& logits, float temperature, int top_k, float top_p, uint64_t seed, uint64_t position,
+           float min_p) {
+    const SamplingParams params{temperature, top_k, top_p, seed, min_p};
+    const auto result = Sampler().sample(logits.data(), int(logits.size()), params, position);
     if (!result.finite) throw std::invalid_argument("the logits are not finite");
     return result.token;
+}
+
+Floats edit_logits_row(const Floats& logits, float repetition, float presence, float frequency,
+                       const std::vector<EditFields>& edits, const std::vector<std::pair<int, int>>& bans,
+                       const std::vector<int>& allowed, int last, bool last_unknown) {
+    Floats out({logits.size()});
+    std::copy_n(logits.data(), logits.size(), out.mutable_data());
+    const LogitEdits rules =
+        logit_edits(repetition, presence, frequency, edits, bans, allowed, last_unknown, int(logits.size()));
+    edit_logits(rules, last, int(logits.size()), out.mutable_data());
+    return out;
+}
+
+// (logprob of the token, [(id, logprob) of the likeliest])
+py::tuple logprobs_row(const Floats& logits, int token, int count) {
+    require(count <= kMostLogprobs, "count is too large");
+    const Logprobs l = logprobs_of(logits.data(), int(logits.size()), token, count);
+    std::vector<std::pair<int, float>> top;
+    for (int i = 0; i < l.count; ++i) top.emplace_back(l.ids[i], l.values[i]);
+    return py::make_tuple(l.logprob, top);
 }
 
 }  // namespace
@@ -231,7 +252,12 @@ void register_kernels(py::module_& parent) {
     m.def("gelu_gate", &gelu_gate, py::arg("gate_up"), py::arg("isa") = "");
     m.def("softcap", &softcap, py::arg("x"), py::arg("scale"), py::arg("cap"), py::arg("isa") = "");
     m.def("sample", &sample, py::arg("logits"), py::arg("temperature"), py::arg("top_k"), py::arg("top_p"),
-          py::arg("seed"), py::arg("position"));
+          py::arg("seed"), py::arg("position"), py::arg("min_p") = 0.f);
+    m.def("edit_logits", &edit_logits_row, py::arg("logits"), py::arg("repetition") = 1.f,
+          py::arg("presence") = 0.f, py::arg("frequency") = 0.f, py::arg("edits") = std::vector<EditFields>(),
+          py::arg("bans") = std::vector<std::pair<int, int>>(), py::arg("allowed") = std::vector<int>(),
+          py::arg("last") = -1, py::arg("last_unknown") = false);
+    m.def("logprobs", &logprobs_row, py::arg("logits"), py::arg("token"), py::arg("count"));
 }
 
 }  // namespace turbomill::python

@@ -60,11 +60,17 @@ class Tally:
         """Note the newest output of a choice."""
         self.latest[index] = output
 
-    def usage(self) -> dict[str, int]:
+    def usage(self) -> dict[str, Any]:
         """OpenAI's usage object."""
         prompt = sum(o.usage.prompt_tokens for index, o in self.latest.items() if index % self.samples == 0)
+        cached = sum(o.usage.cached_tokens for index, o in self.latest.items() if index % self.samples == 0)
         generated = sum(o.usage.generated_tokens for o in self.latest.values())
-        return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": generated,
+            "total_tokens": prompt + generated,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
 
 
 async def answer(

@@ -26,12 +26,13 @@ class EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Gauges and counters of the scheduler and the KV pool."""
         now = self._engine.metrics()
-        used = now.total_blocks - now.free_blocks
+        used = now.total_blocks - now.free_blocks - now.cached_blocks
         yield GaugeMetricFamily("turbomill_requests_running", "Requests in the batch.", now.running)
         yield GaugeMetricFamily("turbomill_requests_waiting", "Requests waiting for admission.", now.waiting)
         blocks = GaugeMetricFamily("turbomill_cache_blocks", "KV blocks by state.", labels=["state"])
         blocks.add_metric(["used"], used)
         blocks.add_metric(["free"], now.free_blocks)
+        blocks.add_metric(["cached"], now.cached_blocks)
         yield blocks
         yield GaugeMetricFamily(
             "turbomill_cache_usage_ratio", "Used share of the KV blocks.", used / max(now.total_blocks, 1)
@@ -39,6 +40,15 @@ class EngineCollector(Collector):
         yield CounterMetricFamily("turbomill_engine_steps", "Forward passes.", now.steps)
         yield CounterMetricFamily(
             "turbomill_preemptions", "Sequences that lost their KV blocks.", now.preemptions
+        )
+        yield CounterMetricFamily(
+            "turbomill_prefix_cache_queries_tokens", "Prompt tokens that were looked up.", now.prompt_tokens
+        )
+        yield CounterMetricFamily(
+            "turbomill_prefix_cache_hits_tokens", "Prompt tokens that were not computed.", now.cached_tokens
+        )
+        yield CounterMetricFamily(
+            "turbomill_prefix_cache_evictions", "Cached KV blocks given up for others.", now.evictions
         )
         yield GaugeMetricFamily("turbomill_engine_healthy", "1 while the engine runs.", float(now.healthy))
 

@@ -73,6 +73,7 @@ class EngineConfig:
     quant_policy: int  # 0, 8, 4
     cache_dtype: str  # "float32" | "float16" | "bfloat16", the KV cache under quant_policy 0
     eager_mode: bool  # never record decode steps as CUDA graphs; cuda only
+    enable_prefix_caching: bool  # keep blocks for later prompts that begin alike
     def __init__(self, **fields: Any) -> None: ...
     def to_dict(self) -> dict[str, Any]: ...
 
@@ -91,10 +92,28 @@ class Request:
     temperature: float  # 0 is greedy
     top_k: int  # 0: off
     top_p: float  # 1: off
+    min_p: float  # 0: off
+    logprobs: int  # likeliest tokens to report beside each token; -1: report nothing
+    prompt_logprobs: int  # likewise for the prompt's tokens from the second on
     seed: int  # same seed, same text, whatever the batch
     stop_token_ids: list[int]  # includes EOS unless the caller ignores it
     return_logits: bool  # fp32 logits of every prompt position
+    priority: int  # lower goes first
+    repetition_penalty: float  # divides the logits of tokens that occurred, multiplies negative ones
+    presence_penalty: float  # subtracted from the logits of tokens that were generated
+    frequency_penalty: float  # likewise, times how often
+    logit_bias_ids: list[int]
+    logit_biases: list[float]  # added to the logits of those
+    min_new_tokens: int  # until then no stop token is chosen
+    bad_words: list[list[int]]  # token sequences that are never completed
+    allowed_token_ids: list[int]  # empty: all
     def __init__(self, **fields: Any) -> None: ...
+
+class Logprobs:
+    """log softmax of the model's own logits, whatever the temperature and the rules."""
+
+    logprob: float  # of the token itself
+    top: list[tuple[int, float]]  # the likeliest tokens, likeliest first
 
 class Output:
     """What one step gave one request. Delivered in order; the last has a `finish_reason`."""
@@ -104,6 +123,9 @@ class Output:
     finish_reason: str  # "" while running, then "stop", "length", "cancelled" or "error"
     error: str
     logits: NDArray[np.float32] | None  # [t, V] for the next t prompt positions
+    logprobs: list[Logprobs]  # one for each of token_ids, where wanted
+    prompt_logprobs: list[Logprobs]  # of the next prompt tokens from the second on, where wanted
+    cached_tokens: int  # prompt tokens that the prefix cache had
 
 class Metrics:
     """A snapshot of the scheduler and the pools."""
@@ -112,11 +134,14 @@ class Metrics:
     running: int
     total_blocks: int
     free_blocks: int
+    cached_blocks: int  # used by nobody, kept for later prompts; free + cached + used = total
     steps: int
     recorded_steps: int  # of those, repeated from a recording (CUDA graphs)
     prompt_tokens: int
+    cached_tokens: int  # of those, the ones that were not computed
     generated_tokens: int
     preemptions: int
+    evictions: int  # of cached blocks
     healthy: bool
     def to_dict(self) -> dict[str, Any]: ...
 

@@ -23,28 +23,39 @@ VALUES: list[Any] = [
 ]
 
 
-@st.composite
-def mutated_bytes(draw: st.DrawFn, content: bytes, head: int) -> bytes:
-    """A few edits of `content`, most of them within the first `head` bytes."""
+# What to do, where (of a million), and with which number or bytes: drawn without a look at the content.
+_WHERE, _COUNT = st.integers(0, 10**6), st.integers(0, 10**6)
+_BYTE_EDIT = st.tuples(
+    st.sampled_from(["byte", "bytes", "number", "insert", "delete", "truncate", "repeat"]),
+    *(_WHERE, _COUNT, st.binary(max_size=9)),
+)
+_JSON_EDIT = st.tuples(
+    st.sampled_from(["replace", "replace", "remove", "nest", "add", "other"]), *(_WHERE, _COUNT, _COUNT)
+)
+BYTE_EDITS, JSON_EDITS = (st.lists(edit, min_size=1, max_size=3) for edit in (_BYTE_EDIT, _JSON_EDIT))
+
+
+def mutated_bytes(content: bytes, head: int, edits: list[tuple[str, int, int, bytes]]) -> bytes:
+    """`content` after the edits, all of them within the first `head` bytes."""
     data = bytearray(content)
-    for _ in range(draw(st.integers(1, 3))):
-        at = draw(st.integers(0, min(len(data), head)))
-        match draw(st.sampled_from(["byte", "bytes", "number", "insert", "delete", "truncate", "repeat"])):
-            case "byte" if at < len(data):
-                data[at] ^= 1 << draw(st.integers(0, 7))
+    for kind, where, count, some in edits:
+        at = where * min(len(data), head) // 10**6
+        match kind:
+            case "byte":
+                data[at : at + 1] = bytes(byte ^ 1 << count % 8 for byte in data[at : at + 1])
             case "bytes":
-                data[at : at + 4] = draw(st.binary(min_size=4, max_size=4))
+                data[at : at + len(some)] = some
             case "number":
-                size = draw(st.sampled_from([4, 8]))
-                data[at : at + size] = (draw(st.sampled_from(NUMBERS)) % 256**size).to_bytes(size, "little")
+                size = 4 + count % 2 * 4
+                data[at : at + size] = (NUMBERS[count % len(NUMBERS)] % 256**size).to_bytes(size, "little")
             case "insert":
-                data[at:at] = draw(st.binary(max_size=9))
+                data[at:at] = some
             case "delete":
-                del data[at : at + draw(st.integers(1, 40))]
+                del data[at : at + 1 + count % 40]
             case "truncate":
                 del data[at:]
             case "repeat":
-                data[at:at] = data[max(0, at - draw(st.integers(1, 60))) : at]
+                data[at:at] = data[max(0, at - 1 - count % 60) : at]
     return bytes(data)
 
 
@@ -55,30 +66,30 @@ def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]
         yield from _places(value[key], (*path, key))
 
 
-@st.composite
-def mutated_json(draw: st.DrawFn, value: Any) -> Any:
-    """One to three values replaced, removed, moved or nested."""
+def mutated_json(value: Any, edits: list[tuple[str, int, int, int]]) -> Any:
+    """`value` with one to three values replaced, removed, moved or nested."""
     value = copy.deepcopy(value)
-    for _ in range(draw(st.integers(1, 3))):
+    for kind, where, which, other in edits:
         places = sorted(_places(value), key=repr)
         if not places:
             return value
-        *path, last = draw(st.sampled_from(places))
+        *path, last = places[where * (len(places) - 1) // 10**6]
         parent = value
         for key in path:
             parent = parent[key]
-        match draw(st.sampled_from(["replace", "replace", "remove", "nest", "add", "other"])):
+        chosen = copy.deepcopy(VALUES[which % len(VALUES)])
+        match kind:
             case "replace":
-                parent[last] = copy.deepcopy(draw(st.sampled_from(VALUES)))
+                parent[last] = chosen
             case "remove":
                 del parent[last]
             case "nest":
                 parent[last] = [parent[last]]
             case "add" if isinstance(parent, dict):
-                name = draw(st.sampled_from(["", "x", f"{last}x"]))
-                parent[name] = copy.deepcopy(draw(st.sampled_from(VALUES)))
+                parent[["", "x", f"{last}x"][other % 3]] = chosen
             case "other" if isinstance(parent, dict):
-                parent[last] = copy.deepcopy(parent[draw(st.sampled_from(sorted(parent, key=repr)))])
+                keys = sorted(parent, key=repr)
+                parent[last] = copy.deepcopy(parent[keys[other % len(keys)]])
     return value
 
 

@@ -9,7 +9,7 @@ import gguf
 import pytest
 import torch
 from architectures import CASES
-from fuzz import answers_or_says, mutated_bytes, mutated_json
+from fuzz import BYTE_EDITS, JSON_EDITS, answers_or_says, mutated_bytes, mutated_json
 from gguf_models import write_model
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -23,7 +23,7 @@ from turbomill.convert.formats.gptq import GptqFormat
 from turbomill.convert.linear import QuantScheme
 from turbomill.convert.store import convert_checkpoint, open_store
 
-EXAMPLES = int(os.environ.get("TURBOMILL_FUZZ", "40"))  # of each kind; more in a longer run
+EXAMPLES = int(os.environ.get("TURBOMILL_FUZZ", "80"))  # of each kind; more in a longer run
 FUZZ = settings(
     max_examples=EXAMPLES,
     deadline=None,
@@ -98,40 +98,40 @@ def test_the_unchanged_is_read(checkpoints, work, name):
 
 
 @FUZZ
-@given(st.data(), st.sampled_from([*KINDS, "awq", "gptq", "ct"]))
-def test_configs(checkpoints, work, data, name):
+@given(JSON_EDITS, st.sampled_from([*KINDS, "awq", "gptq", "ct"]))
+def test_configs(checkpoints, work, edits, name):
     path = fresh(checkpoints / name, work)
     config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(data.draw(mutated_json(config))))
+    (path / "config.json").write_text(json.dumps(mutated_json(config, edits)))
     answers_or_says(lambda: use(path, work / "store"))
 
 
 @FUZZ
-@given(st.data(), st.sampled_from(["config.json", "generation_config.json"]))
-def test_bytes_of_json(checkpoints, work, data, name):
+@given(BYTE_EDITS, st.sampled_from(["config.json", "generation_config.json"]))
+def test_bytes_of_json(checkpoints, work, edits, name):
     path = fresh(checkpoints / "llama-ish", work)
     content = (path / name).read_bytes()
-    (path / name).write_bytes(data.draw(mutated_bytes(content, len(content))))
+    (path / name).write_bytes(mutated_bytes(content, len(content), edits))
     answers_or_says(lambda: use(path, work / "store"))
 
 
 @FUZZ
-@given(st.data(), st.sampled_from(["llama-ish", "gptq"]))
-def test_safetensors_bytes(checkpoints, work, data, name):
+@given(BYTE_EDITS, st.sampled_from(["llama-ish", "gptq"]))
+def test_safetensors_bytes(checkpoints, work, edits, name):
     path = fresh(checkpoints / name, work)
     content = (path / "model.safetensors").read_bytes()
     head = 8 + int.from_bytes(content[:8], "little")
-    (path / "model.safetensors").write_bytes(data.draw(mutated_bytes(content, head)))
+    (path / "model.safetensors").write_bytes(mutated_bytes(content, head, edits))
     answers_or_says(lambda: use(path, work / "store"))
 
 
 @FUZZ
-@given(st.data(), st.sampled_from(["llama-ish", "ct"]))
-def test_safetensors_headers(checkpoints, work, data, name):
+@given(JSON_EDITS, st.sampled_from(["llama-ish", "ct"]))
+def test_safetensors_headers(checkpoints, work, edits, name):
     path = fresh(checkpoints / name, work)
     content = (path / "model.safetensors").read_bytes()
     length = int.from_bytes(content[:8], "little")
-    header = json.dumps(data.draw(mutated_json(json.loads(content[8 : 8 + length])))).encode()
+    header = json.dumps(mutated_json(json.loads(content[8 : 8 + length]), edits)).encode()
     (path / "model.safetensors").write_bytes(
         len(header).to_bytes(8, "little") + header + content[8 + length :]
     )
@@ -152,10 +152,10 @@ def gguf_file(checkpoints, tmp_path_factory):
 
 
 @FUZZ
-@given(st.data())
-def test_gguf(gguf_file, work, data):
+@given(BYTE_EDITS)
+def test_gguf(gguf_file, work, edits):
     content, head = gguf_file
-    (work / "m.gguf").write_bytes(data.draw(mutated_bytes(content, head)))
+    (work / "m.gguf").write_bytes(mutated_bytes(content, head, edits))
     answers_or_says(lambda: use(work / "m.gguf", work / "store"))
 
 
@@ -166,18 +166,18 @@ def stores(checkpoints, tmp_path_factory):
 
 
 @FUZZ
-@given(st.data(), st.sampled_from(["awq", "qwen2-moe"]))
-def test_stores(stores, work, data, name):
+@given(JSON_EDITS, st.sampled_from(["awq", "qwen2-moe"]))
+def test_stores(stores, work, edits, name):
     path = fresh(stores[name], work)
     manifest = json.loads((path / "store.json").read_text())
-    (path / "store.json").write_text(json.dumps(data.draw(mutated_json(manifest))))
+    (path / "store.json").write_text(json.dumps(mutated_json(manifest, edits)))
     answers_or_says(lambda: use_store(path))
 
 
 @FUZZ
-@given(st.data())
-def test_bytes_of_stores(stores, work, data):
+@given(BYTE_EDITS)
+def test_bytes_of_stores(stores, work, edits):
     path = fresh(stores["awq"], work)
     content = (path / "store.json").read_bytes()
-    (path / "store.json").write_bytes(data.draw(mutated_bytes(content, len(content))))
+    (path / "store.json").write_bytes(mutated_bytes(content, len(content), edits))
     answers_or_says(lambda: use_store(path))

@@ -1,7 +1,9 @@
 """Checkpoints and destinations that are odd, or wrong: the right store, or one line that names the thing."""
 
+import errno
 import json
 import logging
+import os
 import shutil
 from pathlib import Path
 
@@ -142,10 +144,19 @@ def test_destinations_that_cannot_be(tiny, tmp_path):
     (tmp_path / "link").symlink_to(path)
     refused(path, tmp_path / "link", "lies in the checkpoint", UsageError)
     refused(path, tmp_path / "link" / "inside", "lies in the checkpoint", UsageError)
-    refused(path, Path("/proc/store"), "/proc/store: cannot be written", UsageError)
     (tmp_path / "file").write_text("mine")
     refused(path, tmp_path / "file", "file: exists and is not a store", UsageError)
     assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_read_only_destination(tiny, tmp_path, monkeypatch):
+    path = tiny()
+
+    def refuse(self, *_args, **_options):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(self))
+
+    monkeypatch.setattr(Path, "mkdir", refuse)  # whatever the tests run as, root too
+    refused(path, tmp_path / "store", "store: cannot be written: Read-only file system", UsageError)
 
 
 def test_a_hub_snapshot_of_links(tiny, tmp_path):

@@ -15,6 +15,7 @@ import numpy as np
 
 FIRST, COUNT = 97, 26  # "a" to "z"
 STEP_SECONDS = 0.002
+CACHED = 3  # prompt tokens that it says it had
 
 
 def next_token(previous: int, position: int, temperature: float, seed: int) -> int:
@@ -104,6 +105,9 @@ class Engine:
                 prompt_tokens=sum(len(r.token_ids) for r in self.requests),
                 generated_tokens=self.steps,
                 preemptions=0,
+                evictions=0,
+                cached_blocks=0,
+                cached_tokens=0,
                 healthy=not self.closing,
             )
 
@@ -162,5 +166,10 @@ class Engine:
 
 def _output(state, token_ids, finish_reason, error="", logits=None):
     return SimpleNamespace(
-        id=state.id, token_ids=token_ids, finish_reason=finish_reason, error=error, logits=logits
+        id=state.id,
+        token_ids=token_ids,
+        finish_reason=finish_reason,
+        error=error,
+        logits=logits,
+        cached_tokens=min(CACHED, len(state.request.token_ids) - 1),
     )

@@ -56,6 +56,7 @@ async def test_chat(client, fake_engine):
     assert choice.finish_reason == "length" and answer.object == "chat.completion"
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(prompt), 4)
     assert answer.usage.total_tokens == len(prompt) + 4
+    assert answer.usage.prompt_tokens_details.cached_tokens == 3  # the double says so
 
 
 async def test_chat_content_parts_and_developer_role(client, fake_engine):

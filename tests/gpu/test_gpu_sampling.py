@@ -23,13 +23,14 @@ PARAMETERS = [
     (2.0, 1000, 0.95),
     (1.0, 10**6, 0.5),
 ]
+MIN_P = [0.0, 0.001, 0.1, 1.0]
 
 
 def host(
-    logits: np.ndarray, temperature: float, top_k: int, top_p: float, seed: int, position: int
+    logits: np.ndarray, temperature: float, top_k: int, top_p: float, seed: int, position: int, min_p: float
 ) -> list[int]:
     return [
-        _core.kernels.sample(row, temperature, top_k, top_p, seed, position + i)
+        _core.kernels.sample(row, temperature, top_k, top_p, seed, position + i, min_p)
         for i, row in enumerate(logits)
     ]
 
@@ -42,8 +43,9 @@ def test_same_tokens_as_the_host(vocab: int, temperature: float, top_k: int, top
     seed, position = int(rng.integers(2**63)), int(rng.integers(10**6))
     for spread in (0.1, 3.0, 15.0):
         logits = rng.standard_normal((rows, vocab)).astype(np.float32) * np.float32(spread)
-        got = _core.kernels_cuda.sample(logits, temperature, top_k, top_p, seed, position)
-        assert got == host(logits, temperature, top_k, top_p, seed, position)
+        for min_p in MIN_P:
+            got = _core.kernels_cuda.sample(logits, temperature, top_k, top_p, seed, position, min_p)
+            assert got == host(logits, temperature, top_k, top_p, seed, position, min_p)
 
 
 @pytest.mark.parametrize(("temperature", "top_k", "top_p"), PARAMETERS)
@@ -54,8 +56,9 @@ def test_ties_are_broken_by_id(temperature: float, top_k: int, top_p: float) -> 
         logits = rng.integers(-2, 3, (16, 700)).astype(np.float32)
         logits[logits == 0] = rng.choice([0.0, -0.0], int((logits == 0).sum()))
         seed = int(rng.integers(2**63))
-        got = _core.kernels_cuda.sample(logits, temperature, top_k, top_p, seed, 0)
-        assert got == host(logits, temperature, top_k, top_p, seed, 0)
+        for min_p in MIN_P:
+            got = _core.kernels_cuda.sample(logits, temperature, top_k, top_p, seed, 0, min_p)
+            assert got == host(logits, temperature, top_k, top_p, seed, 0, min_p)
 
 
 def test_greedy_takes_the_first_maximum() -> None:

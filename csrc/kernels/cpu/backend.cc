@@ -44,6 +44,7 @@ CpuBackend::CpuBackend(const ModelConfig& model, const EngineConfig& config,
       attention_(model, k_, cache_, pool_),
       moe_(model, k_, linear_, pool_),
       samplers_(pool_.size()),
+      edited_(pool_.size()),
       rope_(inv_freq, config.session_len, model.rope_attention_factor),
       local_rope_(local_inv_freq, config.session_len, 1.f),
       // A sequence that just finished may still be in flight while its successor starts: twice the batch.
@@ -172,6 +173,24 @@ void CpuBackend::moe(const Moe& moe, Buffer& x, Buffer& y) {
     moe_(moe, floats(x), tokens_, floats(y));
 }
 
+template <class Normalise, class Project>
+void CpuBackend::prompt_logprobs(const Slice& slice, int first, const Normalise& normalise,
+                                 const Project& project, std::vector<Logprobs>& out) {
+    constexpr int kRows = 32;  // at a time: their logits are large
+    const int64_t h = model_.hidden_size, vocab = model_.vocab_size;
+    logits_.resize(std::max(logits_.size(), size_t(kRows) * vocab));
+    out.resize(slice.length);
+    for (int begin = 0; begin < slice.length; begin += kRows) {
+        const int rows = std::min(kRows, slice.length - begin);
+        for_rows(rows, [&](int r) { normalise(first + begin + r, normed_.data() + r * h); });
+        project(normed_.data(), rows, logits_.data());
+        for_rows(rows, [&](int r) {
+            out[begin + r] = logprobs_of(logits_.data() + r * vocab, int(vocab), slice.targets[begin + r],
+                                         slice.sampling.prompt_logprobs);
+        });
+    }
+}
+
 void CpuBackend::finish(Buffer& delta, Buffer& x, const std::vector<float>& norm, const Linear& head,
                         BatchData& batch) {
     const int64_t h = model_.hidden_size, vocab = model_.vocab_size;
@@ -179,9 +198,11 @@ void CpuBackend::finish(Buffer& delta, Buffer& x, const std::vector<float>& norm
     batch.samples.assign(slices, {});
     batch.logits.assign(slices, {});
     normed_.resize(std::max(normed_.size(), size_t(tokens_) * h));
+    batch.logprobs.assign(slices, {});
     const auto normalise = [&](int row, float* out) {
-        k_.add(floats(delta) + row * h, floats(x) + row * h, h);
-        k_.rms_norm(floats(x) + row * h, norm.data(), out, int(h), model_.norm_eps);
+        std::copy_n(floats(x) + row * h, h, out);
+        k_.add(floats(delta) + row * h, out, h);
+        k_.rms_norm(out, norm.data(), out, int(h), model_.norm_eps);
     };
     const auto project = [&](const float* rows, int count, float* out) {
         linear_(head, rows, count, out);
@@ -193,6 +214,7 @@ void CpuBackend::finish(Buffer& delta, Buffer& x, const std::vector<float>& norm
     std::vector<int> sampled;  // slices that need their last row only
     for (int i = 0; i < slices; ++i) {
         const Slice& slice = batch.slices[i];
+        if (!slice.targets.empty()) prompt_logprobs(slice, first_[i], normalise, project, batch.logprobs[i]);
         if (slice.return_logits) {
             for_rows(slice.length, [&](int t) { normalise(first_[i] + t, normed_.data() + t * h); });
             batch.logits[i].resize(size_t(slice.length) * vocab);
@@ -216,7 +238,17 @@ void CpuBackend::finish(Buffer& delta, Buffer& x, const std::vector<float>& norm
         const Slice& slice = batch.slices[i];
         if (!slice.sample) return;
         const uint64_t position = uint64_t(slice.context + slice.length);
-        batch.samples[i] = samplers_[worker].sample(last[i], int(vocab), slice.sampling, position);
+        const float* logits = last[i];
+        if (slice.edits) {
+            auto& edited = edited_[worker];
+            edited.assign(logits, logits + vocab);
+            edit_logits(*slice.edits, last_token_[slice.slot], int(vocab), edited.data());
+            logits = edited.data();
+        }
+        auto& sample = batch.samples[i] =
+            samplers_[worker].sample(logits, int(vocab), slice.sampling, position);
+        if (sample.finite && slice.sampling.logprobs >= 0)
+            sample.logprobs = logprobs_of(last[i], int(vocab), sample.token, slice.sampling.logprobs);
     });
     for (int i = 0; i < slices; ++i)
         if (batch.samples[i].token >= 0) last_token_[batch.slices[i].slot] = batch.samples[i].token;

@@ -24,6 +24,7 @@ class CpuBackend : public Backend {
     std::unique_ptr<Buffer> allocate(int rows, int columns) override;
     void set_embedding(const Linear& table) override { embedding_ = &table; }
     void begin_step(const BatchData& batch) override;
+    void copy_blocks(const std::vector<BlockCopy>& copies) override { cache_.copy(copies); }
     void synchronize() override {}
     void embed(Buffer& x) override;
     void rms_norm(Buffer& x, const std::vector<float>& weight, Buffer& y) override;
@@ -49,6 +50,10 @@ class CpuBackend : public Backend {
     // fn(row) for the rows of a step, a few at a time
     template <class F>
     void for_rows(int rows, F&& fn);
+    // Of every row of a slice, whose first row is `first`, a few at a time.
+    template <class Normalise, class Project>
+    void prompt_logprobs(const Slice& slice, int first, const Normalise& normalise, const Project& project,
+                         std::vector<Logprobs>& out);
 
     const ModelConfig& model_;
     const EngineConfig& config_;
@@ -59,7 +64,8 @@ class CpuBackend : public Backend {
     Attention attention_;
     MoeRunner moe_;
     const Linear* embedding_ = nullptr;
-    std::vector<Sampler> samplers_;  // per worker
+    std::vector<Sampler> samplers_;           // per worker
+    std::vector<std::vector<float>> edited_;  // likewise, a row of logits [V]
     RopeTable rope_, local_rope_;
     std::vector<int> last_token_;  // per slot
 

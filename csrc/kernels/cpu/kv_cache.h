@@ -4,7 +4,9 @@
 #include <cstdint>
 #include <cstdlib>
 #include <memory>
+#include <vector>
 
+#include "engine/batch.h"
 #include "kernels/cache_layout.h"
 
 namespace turbomill::cpu {
@@ -20,6 +22,8 @@ class KvCache {
     // First row of K (0) or V (1) of a head, and its parameters.
     uint8_t* rows(int block, int layer, int value, int head) const;
     uint16_t* params(int block, int layer, int value, int head) const;
+    // Whole blocks, one after the other.
+    void copy(const std::vector<BlockCopy>& copies) const;
 
   private:
     struct Unmap {

@@ -11,6 +11,7 @@
 #include "kernels/backend.h"
 #include "kernels/cache_layout.h"
 #include "kernels/cuda/device_weights.h"
+#include "kernels/cuda/edits.h"
 #include "kernels/cuda/graphs.h"
 #include "kernels/cuda/launch.h"
 #include "kernels/cuda/linear.h"
@@ -58,6 +59,7 @@ class CudaBackend : public Backend {
     std::unique_ptr<Buffer> allocate_residual(int rows, int columns) override;
     void set_embedding(const Linear& table) override { embedding_ = weights_.at(table.dense); }
     void begin_step(const BatchData& batch) override;
+    void copy_blocks(const std::vector<BlockCopy>& copies) override;
     void run(BatchData& batch, const std::function<void()>& calls) override;
     bool ready() override;
     void synchronize() override;
@@ -68,6 +70,7 @@ class CudaBackend : public Backend {
     void rope_and_cache(int layer, Buffer& qkv) override;
     void attention(int layer, Buffer& qkv, Buffer& out) override;
     void silu_gate(Buffer& gate_up, Buffer& out) override;
+    void silu_gated_linear(const Linear& w, Buffer& x, Buffer& gate_up, Buffer& out) override;
     void finish(Buffer& delta, Buffer& x, const std::vector<float>& norm, const Linear& head,
                 BatchData& batch) override;
 
@@ -79,6 +82,7 @@ class CudaBackend : public Backend {
     struct Issued {
         BatchData* batch;
         std::vector<int> sampled;  // its slices that want a token
+        bool logprobs;             // some of them also logprobs
         int side;
     };
 
@@ -88,7 +92,17 @@ class CudaBackend : public Backend {
     // Whether attention_decode rotates and caches this step's tokens.
     bool fuses_rope(const BatchData& batch) const;
     void make_rope_table(const std::vector<float>& inv_freq);
+    void prompt_attention(int layer, Buffer& qkv, Buffer& out);
     // Logits of every token of a slice, copied to the host in pieces.
+    // Logprobs of every token of a slice that has targets, likewise.
+    void copy_logprobs(Buffer& delta, Buffer& x, const float* norm, const DeviceLinear& head, int slice,
+                       BatchData& batch);
+    // Logits [count, V] of rows of a slice from its row `begin` on, into logits_.
+    void project(Buffer& delta, Buffer& x, const float* norm, const DeviceLinear& head, int slice, int begin,
+                 int count);
+    LogprobRow* sampled_logprobs() const {
+        return reinterpret_cast<LogprobRow*>(results_.as<uint8_t>() + logprobs_at_);
+    }
     void copy_logits(Buffer& delta, Buffer& x, const float* norm, const DeviceLinear& head, int slice,
                      BatchData& batch);
 
@@ -105,21 +119,28 @@ class CudaBackend : public Backend {
     CacheView cache_;
     const AttentionKernels attention_kernels_;
     const int multiprocessors_;
+    const PromptTiles prompt_tiles_;
     const int rope_half_;  // half of the dimensions that are rotated
     StepInputs step_;
     DeviceMemory parts_, part_counters_;  // where the parts of a decode's keys meet
-    DeviceMemory cos_, sin_;              // [session_len, D/2]
-    DeviceMemory last_token_;             // per slot, and one for padding
-    const int logit_rows_;                // rows of the two below
-    DeviceMemory normed_, logits_;        // [logit_rows, H] in T, [logit_rows, V] fp32
+    DeviceMemory unpacked_bytes_;         // a layer's keys and values for prompts, of a quantized cache
+    CacheView unpacked_{};
+    DeviceMemory cos_, sin_;        // [session_len, D/2]
+    DeviceMemory last_token_;       // per slot, and one for padding
+    const int logit_rows_;          // rows of the two below
+    DeviceMemory normed_, logits_;  // [logit_rows, H] in T, [logit_rows, V] fp32
     DeviceMemory sample_parts_, sample_counters_;
-    DeviceMemory tokens_;          // [sampled]
-    PinnedMemory host_tokens_[2];  // likewise, of two steps in turn
-    Event done_[2];                // likewise
-    DeviceMemory row_numbers_;     // 0, 1, 2, ... as many as a step has rows
-    std::deque<Issued> issued_;    // oldest first, at most two
-    int side_ = 0;                 // of the step being issued
-    bool rope_fused_ = false;      // likewise
+    EditInputs edits_;
+    DeviceMemory edited_;           // logits with their edits, as large as logits_; made when first needed
+    const size_t logprobs_at_;      // in results_
+    DeviceMemory results_;          // tokens [sampled], then LogprobRow [sampled] where some are wanted
+    PinnedMemory host_results_[2];  // likewise, of two steps in turn
+    Event done_[2];                 // likewise
+    DeviceMemory targets_, target_logprobs_;  // [logit_rows] of a prompt: tokens, LogprobRow
+    DeviceMemory row_numbers_;                // 0, 1, 2, ... as many as a step has rows
+    std::deque<Issued> issued_;               // oldest first, at most two
+    int side_ = 0;                            // of the step being issued
+    bool rope_fused_ = false;                 // likewise
     StepGraphs graphs_;
 };
 

@@ -57,7 +57,9 @@ DeviceWeights::DeviceWeights(const Weights& weights, DType type, cudaStream_t st
     std::vector<Copy> copies;
     weights.each_linear([&](const Linear& w) {
         add_linear(w, type, copies);
-        if (w.codes && !w.plain_only()) largest_quantized_ = std::max(largest_quantized_, size_t(w.n) * w.k);
+        if (w.codes && !w.plain_only() &&
+            !w4_fused_fits(type, w.dtype == DType::BF16, w.k, w.group, w.groups))
+            largest_unfused_ = std::max(largest_unfused_, size_t(w.n) * w.k);
     });
     weights.each_vector([&](const std::vector<float>& v) {
         if (!v.empty()) copies.push_back({v.data(), DType::F32, DType::F32, v.size()});

@@ -1,12 +1,13 @@
 // Choosing a token from each row of logits: what kernels/sampling.cc does on the host, token for token. The
 // blocks of a row each take a piece of it; the last to arrive chooses among what they found, which settles
-// greedy rows and draws from all tokens. Top-k and top-p it does alone, without a sort: a radix descent over
-// keys that order tokens by (logit falling, id rising) finds the last key of the set, by count or by
-// probability.
+// greedy rows and draws from all tokens. Min-p, top-k and top-p it does alone, without a sort: a radix
+// descent over keys that order tokens by (logit falling, id rising) finds the last key of the set, by count
+// or by probability.
 #include <cstdint>
 
 #include "kernels/cuda/launch.h"
 #include "kernels/cuda/overlap.cuh"
+#include "kernels/cuda/token_keys.cuh"
 #include "kernels/cuda/types.cuh"
 
 namespace turbomill::cuda {
@@ -20,16 +21,6 @@ __device__ inline uint64_t mix(uint64_t x) {  // splitmix64's finaliser, as in s
     x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
     x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
     return x ^ (x >> 31);
-}
-
-// Greater for a greater logit, then for a lower id; no two tokens share one.
-__device__ inline uint64_t key_of(float logit, int id) {
-    const unsigned bits = __float_as_uint(logit + 0.f);  // -0 becomes 0
-    const unsigned ordered = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-    return uint64_t(ordered) << 32 | (0xffffffffu - unsigned(id));
-}
-__device__ inline int id_of(uint64_t key) {
-    return int(0xffffffffu - unsigned(key));
 }
 
 struct Racer {
@@ -199,7 +190,7 @@ __device__ Racer block_winner(Racer best, Shared& s) {
 }
 
 __device__ bool draws_from_all(const SampleInfo& info) {
-    return info.temperature > 0.f && info.top_k <= 0 && info.top_p >= 1.f;
+    return info.temperature > 0.f && info.top_k <= 0 && info.top_p >= 1.f && info.gap == -INFINITY;
 }
 
 // What a row's tokens [begin, end) hold: the greatest key, the race's winner if it is run over all tokens,
@@ -250,11 +241,12 @@ __device__ SamplePart join(const SamplePart* parts, int count) {
     return whole;
 }
 
-// A draw from the top-k and top-p set, by one block.
+// A draw from the min-p, top-k and top-p set, by one block.
 __device__ int draw_from_set(const float* logits, int vocab, int best, const SampleInfo& info, Shared& s) {
     uint64_t floor = 0;
+    if (info.gap > -INFINITY) floor = key_of(logits[best] + info.gap, -1);  // the lowest key of that logit
     if (info.top_k > 0 && info.top_k < vocab)
-        floor = descend(logits, vocab, 0, double(info.top_k), [](float) { return 1.0; }, s);
+        floor = descend(logits, vocab, floor, double(info.top_k), [](float) { return 1.0; }, s);
     if (info.top_p < 1.f) {
         const float top = logits[best];
         const double temperature = info.temperature;

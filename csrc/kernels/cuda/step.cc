@@ -6,6 +6,7 @@
 
 #include "core/types.h"
 #include "kernels/cuda/error.h"
+#include "kernels/sampling.h"
 
 namespace turbomill::cuda {
 namespace {
@@ -99,15 +100,17 @@ void StepInputs::send(const BatchData& batch, int padding, cudaStream_t stream) 
         if (!slice.sample) continue;
         const SamplingParams& s = slice.sampling;
         sampled_rows[sample] = row - 1;
-        samples[sample++] = {
-            s.seed, uint64_t(slice.context + slice.length), s.temperature, s.top_p, s.top_k, slice.slot};
+        samples[sample++] = {s.seed,        uint64_t(slice.context + slice.length),
+                             s.temperature, s.top_p,
+                             s.top_k,       slice.slot,
+                             min_p_gap(s),  s.logprobs};
     }
     for (int i = 0; i < padding; ++i, ++row, ++sample) {
         ids[row] = positions[row] = 0;
         row_slice[row] = -1;
         slices[batch.slices.size() + i] = {0, 0, row, 0};
         sampled_rows[sample] = row;
-        samples[sample] = {0, 0, 0.f, 1.f, 0, spare_slot_};
+        samples[sample] = {0, 0, 0.f, 1.f, 0, spare_slot_, 0.f, -1};
     }
     std::copy(planner_.ranges.begin(), planner_.ranges.end(), host((DecodeRange*)nullptr, ranges_));
     std::copy(planner_.entries.begin(), planner_.entries.end(), host((DecodeEntry*)nullptr, entries_));

@@ -102,6 +102,13 @@ __device__ inline float warp_min(float v) {
     return v;
 }
 
+// 2^v; below the normal range it is 0.
+__device__ inline float power_of_two(float v) {
+    float r;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
+    return r;
+}
+
 inline int blocks_for(int64_t n, int per_block) {
     return int((n + per_block - 1) / per_block);
 }

@@ -6,9 +6,12 @@ import pytest
 from turbomill._core import kernels
 
 
-def distribution(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> np.ndarray:
-    """Temperature, then top-k, then the smallest set whose probability reaches top-p, renormalised."""
+def distribution(
+    logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float
+) -> np.ndarray:
+    """Temperature, min-p, top-k, then the smallest set whose probability reaches top-p, renormalised."""
     order = np.argsort(-logits, kind="stable")
+    order = order[np.exp((logits[order] - logits.max()) / temperature) >= min_p]
     if top_k:
         order = order[:top_k]
     p = np.exp((logits[order] - logits.max()) / temperature)
@@ -20,15 +23,29 @@ def distribution(logits: np.ndarray, temperature: float, top_k: int, top_p: floa
 
 
 @pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p"),
-    [(1.0, 0, 1.0), (0.7, 0, 1.0), (1.0, 5, 1.0), (1.3, 0, 0.8), (1.0, 40, 0.6), (0.2, 3, 0.9)],
+    ("temperature", "top_k", "top_p", "min_p"),
+    [
+        (1.0, 0, 1.0, 0.0),
+        (0.7, 0, 1.0, 0.0),
+        (1.0, 5, 1.0, 0.0),
+        (1.3, 0, 0.8, 0.0),
+        (1.0, 40, 0.6, 0.0),
+        (0.2, 3, 0.9, 0.0),
+        (1.0, 0, 1.0, 0.2),
+        (1.5, 0, 1.0, 0.05),
+        (1.2, 6, 0.8, 0.1),
+        (1.0, 0, 1.0, 1.0),
+    ],
 )
-def test_frequencies_follow_the_distribution(temperature: float, top_k: int, top_p: float) -> None:
+def test_frequencies_follow_the_distribution(
+    temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
     logits = np.random.default_rng(0).standard_normal(50).astype(np.float32) * 2
-    expected = distribution(logits.astype(np.float64), temperature, top_k, top_p)
+    expected = distribution(logits.astype(np.float64), temperature, top_k, top_p, min_p)
     draws = 20000
     counts = np.bincount(
-        [kernels.sample(logits, temperature, top_k, top_p, 1234, i) for i in range(draws)], minlength=50
+        [kernels.sample(logits, temperature, top_k, top_p, 1234, i, min_p) for i in range(draws)],
+        minlength=50,
     )
     assert (counts[expected == 0] == 0).all()
     used = expected > 0
