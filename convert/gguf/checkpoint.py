@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import re
 import shutil
 from collections import Counter
@@ -225,6 +226,11 @@ class GgufCheckpoint(Checkpoint):
                 f"{self.path}: tensor {part.tensor.name}: holds values beyond {self._dtype}"
             )
         return values.to(self._dtype).contiguous()
+
+    def release(self) -> None:
+        """Drop the mapped pages: they stay in the system's cache, and no longer count as this process's."""
+        for file in self._files:
+            file.data.madvise(mmap.MADV_DONTNEED)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Files beside the model, or else transformers' reading of the metadata."""

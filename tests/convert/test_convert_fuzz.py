@@ -9,10 +9,10 @@ import gguf
 import pytest
 import torch
 from architectures import CASES
-from fuzz import BYTE_EDITS, JSON_EDITS, answers_or_says, mutated_bytes, mutated_json
 from gguf_models import write_model
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from mutations import BYTE_EDITS, JSON_EDITS, answers_or_says, mutated_bytes, mutated_json
 from quantized_models import quantized
 
 from turbomill.convert.checkpoint import open_checkpoint
