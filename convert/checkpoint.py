@@ -6,11 +6,10 @@ from pathlib import Path
 
 from turbomill.convert.base import Checkpoint
 from turbomill.convert.fp8 import Fp8Checkpoint, is_fp8
-from turbomill.convert.gguf import GgufCheckpoint
+from turbomill.convert.gguf import DequantizedGguf, GgufCheckpoint
 from turbomill.convert.hf import HfCheckpoint
 from turbomill.convert.pickled import PickledCheckpoint, has_pickles_only
 from turbomill.convert.source import kind_of, resolve_model
-from turbomill.convert.wrapped import WrappedCheckpoint
 from turbomill.errors import CheckpointError
 
 __all__ = ["Checkpoint", "open_checkpoint", "open_dense"]
@@ -39,4 +38,4 @@ def open_dense(model: str | Path, allow_pickle: bool = False) -> Checkpoint:
     A GGUF file is often all there is of a model: what needs weights takes them from it.
     """
     checkpoint = open_checkpoint(model, allow_pickle)
-    return WrappedCheckpoint(checkpoint) if isinstance(checkpoint, GgufCheckpoint) else checkpoint
+    return DequantizedGguf(checkpoint) if isinstance(checkpoint, GgufCheckpoint) else checkpoint

@@ -96,7 +96,8 @@ class Description:
 def _scheme_text(scheme: dict[str, Any] | None) -> str:
     if scheme is None:
         return "dense"
-    text = str(QuantScheme(scheme["bits"], scheme["group"], scheme["symmetric"]))
+    known = (scheme["bits"], scheme["group"], scheme["symmetric"], scheme.get("mins", False))
+    text = str(QuantScheme(*known))
     return f"{scheme['format']} {text}"
 
 

@@ -39,8 +39,12 @@ class Fp8Checkpoint(WrappedCheckpoint):
         self._scaled = {name for name in source.names() if source.dtype_of(name) == FP8}
         for name in sorted(self._scaled):
             self._check(name)
+
+    @property
+    def note(self) -> str:
+        """That it was fp8."""
         rows, columns = self._block
-        self.note = f"fp8 e4m3 in blocks of {rows} x {columns}, dequantized to bfloat16"
+        return f"fp8 e4m3 in blocks of {rows} x {columns}, dequantized to bfloat16"
 
     def _check(self, name: str) -> None:
         scale, shape = name + SCALE, self.source.shape(name)

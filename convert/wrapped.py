@@ -19,7 +19,12 @@ class WrappedCheckpoint(Checkpoint):
 
     def __init__(self, source: Checkpoint) -> None:
         self.source = source
-        self.path, self.config, self.note = source.path, source.config, source.note
+        self.path, self.config = source.path, source.config
+
+    @property
+    def note(self) -> str:
+        """The source's."""
+        return self.source.note
 
     def names(self) -> list[str]:
         """The source's."""

@@ -26,6 +26,7 @@ from turbomill.convert.gguf.metadata import Metadata
 from turbomill.convert.gguf.models import GLOBAL_NAMES, config_of, find_model
 from turbomill.convert.gguf.rope import FACTORS
 from turbomill.convert.hf import load_tokenizer
+from turbomill.convert.wrapped import WrappedCheckpoint
 from turbomill.errors import CheckpointError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -103,17 +104,19 @@ class GgufCheckpoint(Checkpoint):
             "pad_token_id": None,  # some architectures have a default of their own, beyond a small vocabulary
             **{key: value for key, value in ids.items() if value is not None},
         }
-        self.note = self._note()
         self._tokenizer: PreTrainedTokenizerBase | None = None  # slow to read, so kept
 
-    def _note(self) -> str:
-        """Which block types lose their form; GGUF's own 16 and 32 bits do not count."""
-        kinds = {part.tensor.kind for name, part in self._parts.items() if self._is_dequantized(name)}
-        lost = ", ".join(sorted(kinds - {"F32", "F16", "BF16"}))
-        return f"{lost} dequantized to {str(self._dtype).removeprefix('torch.')}" if lost else ""
+    @property
+    def note(self) -> str:
+        """Which block types lose their form: all but those of linears with codes."""
+        linears = self.arch.linear_prefixes(self.config)
+        return self.lost({f"{prefix}.weight" for prefix in linears if self.format_of(prefix).scheme})
 
-    def _is_dequantized(self, name: str) -> bool:
-        return isinstance(self.format_of(name.removesuffix(".weight")), DenseFormat)
+    def lost(self, kept: set[str]) -> str:
+        """Which block types do when the tensors `kept` keep theirs; 16 and 32 bits are no blocks."""
+        kinds = {part.tensor.kind for name, part in self._parts.items() if name not in kept}
+        blocks = ", ".join(sorted(kinds - {"F32", "F16", "BF16"}))
+        return f"{blocks} dequantized to {str(self._dtype).removeprefix('torch.')}" if blocks else ""
 
     def _named(self, tensor: GgufTensor) -> dict[str, Part]:
         """A file's tensor under its Hugging Face name or names; one that is not known keeps its own."""
@@ -282,6 +285,19 @@ class GgufCheckpoint(Checkpoint):
             self.tokenizer().save_pretrained(str(dst))
         text = json.dumps(self.generation_config(), indent=2) + "\n"
         (dst / "generation_config.json").write_text(text, encoding="utf-8")
+
+
+class DequantizedGguf(WrappedCheckpoint):
+    """A GGUF file without codes: every linear is the 16-bit numbers that it stands for."""
+
+    def __init__(self, source: GgufCheckpoint) -> None:
+        super().__init__(source)
+        self._note = source.lost(set())
+
+    @property
+    def note(self) -> str:
+        """Every block type."""
+        return self._note
 
 
 def _others(first: GgufFile) -> list[GgufFile]:

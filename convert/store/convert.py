@@ -96,6 +96,7 @@ def _manifest(checkpoint: Checkpoint, tensors: dict[str, TensorInfo], directory:
             "bits": scheme.bits,
             "group": scheme.group,
             "symmetric": scheme.symmetric,
+            **({"mins": True} if scheme.mins else {}),
         },
         "eos_token_ids": checkpoint.eos_token_ids,
         "bos_token_id": checkpoint.generation_config().get("bos_token_id", config.get("bos_token_id")),

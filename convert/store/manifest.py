@@ -106,6 +106,8 @@ def _check_types(manifest: dict[str, Any]) -> None:
         raise ValueError(f"tokenizer is {str(tokenizer)[:40]}")
     if scheme is not None and not (_is_count(scheme["bits"]) and isinstance(scheme["symmetric"], bool)):
         raise ValueError(f"scheme is {str(scheme)[:40]}")
+    if scheme is not None and not isinstance(scheme.get("mins", False), bool):
+        raise ValueError(f"scheme is {str(scheme)[:40]}")
     if scheme is not None and (type(scheme["group"]) is not int or not isinstance(scheme["format"], str)):
         raise ValueError(f"scheme is {str(scheme)[:40]}")
     if not all(_is_count(token) for token in [*manifest["eos_token_ids"], manifest["bos_token_id"] or 0]):

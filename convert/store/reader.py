@@ -82,7 +82,9 @@ class Store:
     def scheme(self) -> QuantScheme | None:
         """The quantized linears' scheme; None when all are dense."""
         scheme = self.manifest["scheme"]
-        return scheme and QuantScheme(scheme["bits"], scheme["group"], scheme["symmetric"])
+        return scheme and QuantScheme(
+            scheme["bits"], scheme["group"], scheme["symmetric"], scheme.get("mins", False)
+        )
 
     @property
     def disk_bytes(self) -> int:
