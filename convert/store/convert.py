@@ -52,8 +52,8 @@ def convert_checkpoint(
                 before, written = written, written + nbytes
                 task.advance(-(-written // 1024) - -(-before // 1024))
 
-            tensors = write_shards(temp, steps, done, shard_bytes)
-        write_json(temp / STORE_FILE, _manifest(checkpoint, tensors, temp))
+            tensors, sums = write_shards(temp, steps, done, shard_bytes)
+        write_json(temp / STORE_FILE, _manifest(checkpoint, tensors, sums, temp))
     return open_store(dst)
 
 
@@ -73,7 +73,9 @@ def check_destination(
         raise UsageError(f"{dst}: exists; give --force to replace it, or another --dst-path")
 
 
-def _manifest(checkpoint: Checkpoint, tensors: dict[str, TensorInfo], directory: Path) -> dict[str, Any]:
+def _manifest(
+    checkpoint: Checkpoint, tensors: dict[str, TensorInfo], sums: dict[str, str], directory: Path
+) -> dict[str, Any]:
     config, scheme = checkpoint.config, checkpoint.scheme
     files = sorted(path for path in directory.rglob("*") if path.is_file())
     sizes = {path.relative_to(directory).as_posix(): path.stat().st_size for path in files}
@@ -98,7 +100,7 @@ def _manifest(checkpoint: Checkpoint, tensors: dict[str, TensorInfo], directory:
         "provenance": console.provenance(),
         "tensors": {name: info.to_dict() for name, info in tensors.items()},
         "files": sizes,
-        "checksums": {name: checksum(directory / name) for name in sizes},
+        "checksums": {name: sums.get(name) or checksum(directory / name) for name in sizes},
     }
 
 
