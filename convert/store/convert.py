@@ -8,12 +8,14 @@ from typing import Any
 
 from turbomill import console
 from turbomill.convert.checkpoint import Checkpoint, open_checkpoint, open_dense
+from turbomill.convert.padded import PaddedCheckpoint, padded_sizes
 from turbomill.convert.source import STORE_FILE
 from turbomill.convert.staged import StagedDirectory, require_space
 from turbomill.convert.store.check import check_tensors
 from turbomill.convert.store.manifest import TensorInfo, version_for
-from turbomill.convert.store.plan import plan_store
+from turbomill.convert.store.plan import Step, plan_store
 from turbomill.convert.store.reader import Store, open_store
+from turbomill.convert.store.slices import SIZES, fitting_sizes, padded_multiple, problems
 from turbomill.convert.store.writer import SHARD_BYTES, checksum, write_shards
 from turbomill.convert.writer import write_json
 from turbomill.errors import UsageError
@@ -27,19 +29,24 @@ def convert_checkpoint(
     *,
     force: bool = False,
     dense: bool = False,
+    pad_tp: int = 1,
     shard_bytes: int = SHARD_BYTES,
 ) -> Store:
     """Write MODEL as a store at `dst`. Nothing is written unless the whole checkpoint is sound.
 
-    `dense` dequantizes what a GGUF file holds in 4 bits, as though it were a full-precision model.
-    Raises UsageError when `dst` exists (unless it is a store and `force`), CheckpointError and
-    UnsupportedModelError for the checkpoint.
+    `dense` dequantizes what a GGUF file holds in 4 bits, as though it were a full-precision model. `pad_tp`
+    pads MLPs with zeros, where that is needed for the store to split over so many tensor parallel ranks.
+    Raises UsageError when `dst` exists (unless it is a store and `force`) and for ranks that the heads do not
+    split over, CheckpointError and UnsupportedModelError for the checkpoint.
     """
     dst = Path(dst).expanduser().absolute()
     checkpoint = open_dense(model) if dense else open_checkpoint(model)
     check_destination(dst, checkpoint.path, force)
     check_tensors(checkpoint)
     steps = plan_store(checkpoint)
+    if pad_tp > 1:
+        checkpoint, steps = _splitting(checkpoint, steps, pad_tp)
+    _log_tp(checkpoint, steps)
     total = sum(planned.nbytes for step in steps for planned in step.tensors)
     require_space(dst, total)
     with StagedDirectory(dst) as temp:
@@ -55,6 +62,39 @@ def convert_checkpoint(
             tensors, sums = write_shards(temp, steps, done, shard_bytes)
         write_json(temp / STORE_FILE, _manifest(checkpoint, tensors, sums, temp))
     return open_store(dst)
+
+
+def _splitting(checkpoint: Checkpoint, steps: list[Step], tp: int) -> tuple[Checkpoint, list[Step]]:
+    """The checkpoint, padded if it must be, and its plan, so that the store splits in `tp`."""
+    model = checkpoint.arch.model_config(checkpoint.config)
+    tensors = [planned for step in steps for planned in step.tensors]
+    if not problems(model, tensors, tp):
+        return checkpoint, steps
+    sizes = padded_sizes(checkpoint.config, padded_multiple(model, tensors, tp))
+    for key, size in sizes.items():
+        log.info("%s: %d is padded to %d with zeros", key, checkpoint.config[key], size)
+    padded = PaddedCheckpoint(checkpoint, sizes)
+    steps = plan_store(padded)
+    model, tensors = padded.arch.model_config(padded.config), [t for step in steps for t in step.tensors]
+    wrong = problems(model, tensors, tp)
+    if wrong:
+        works = ", ".join(map(str, fitting_sizes(model, tensors)))
+        raise UsageError(f"--pad-tp {tp}: {wrong[0]}, and no padding of MLPs helps; tp that work: {works}")
+    return padded, steps
+
+
+def _log_tp(checkpoint: Checkpoint, steps: list[Step]) -> None:
+    """Say which numbers of ranks the store splits over, and why not the next."""
+    model = checkpoint.arch.model_config(checkpoint.config)
+    tensors = [planned for step in steps for planned in step.tensors]
+    works = fitting_sizes(model, tensors)
+    other = next((tp for tp in SIZES if tp not in works), None)
+    why = ""
+    if other is not None:
+        wrong = problems(model, tensors, other)
+        hint = f" (--pad-tp {other} pads)" if wrong[0].split(":")[0].endswith(("w_down", "w_gate_up")) else ""
+        why = f"; not {other}: {'; '.join(wrong)}{hint}"
+    log.info("tensor parallel ranks that can share this store: %s%s", ", ".join(map(str, works)), why)
 
 
 def check_destination(
@@ -96,7 +136,11 @@ def _manifest(
         "bos_token_id": checkpoint.generation_config().get("bos_token_id", config.get("bos_token_id")),
         "tokenizer": _tokenizer_info(directory),
         "hf_config": {key: value for key, value in config.items() if key != "quantization_config"},
-        "source": {"path": str(checkpoint.path), "fingerprint": checkpoint.fingerprint},
+        "source": {
+            "path": str(checkpoint.path),
+            "fingerprint": checkpoint.fingerprint,
+            **({"padded": checkpoint.sizes} if isinstance(checkpoint, PaddedCheckpoint) else {}),
+        },
         "provenance": console.provenance(),
         "tensors": {name: info.to_dict() for name, info in tensors.items()},
         "files": sizes,
