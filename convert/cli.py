@@ -38,6 +38,7 @@ from turbomill import console
     "--force", is_flag=True, help="Replace an existing store, or a checkpoint that turbomill wrote."
 )
 @click.option("--dense", is_flag=True, help="Store a GGUF file's 4-bit linears in 16 bits.")
+@click.option("--allow-pickle", is_flag=True, help="Read pytorch_model.bin where there are no safetensors.")
 @click.option("--json", "as_json", is_flag=True, help="Print machine output on stdout.")
 def convert(
     model: str,
@@ -47,12 +48,13 @@ def convert(
     force: bool,
     dense: bool,
     pad_tp: str,
+    allow_pickle: bool,
     as_json: bool,
 ) -> None:
     """Convert a checkpoint to a fused model store, or a store back to a checkpoint.
 
-    MODEL is a Hugging Face directory (dense, AWQ gemm, GPTQ or compressed-tensors), a GGUF file, a hub name,
-    or `demo`; with --to also a store.
+    MODEL is a Hugging Face directory (dense, fp8 in blocks, AWQ gemm, GPTQ or compressed-tensors), a GGUF
+    file, a hub name, or `demo`; with --to also a store.
     """
     console.setup_logging()
     from turbomill.convert.describe import describe
@@ -63,7 +65,9 @@ def convert(
     if target == "store":
         from turbomill.convert.store import convert_checkpoint
 
-        convert_checkpoint(model, where, force=force, dense=dense, pad_tp=int(pad_tp))
+        convert_checkpoint(
+            model, where, force=force, dense=dense, allow_pickle=allow_pickle, pad_tp=int(pad_tp)
+        )
     else:
         from turbomill.convert.rewrite import rewrite
 

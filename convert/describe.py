@@ -50,6 +50,7 @@ class Description:
     chat_template: bool | None  # None: no tokenizer
     fingerprint: str
     tensors: list[TensorLine]
+    note: str = ""  # what becomes of the weights when they are read
     source: dict[str, Any] = field(default_factory=dict)
     provenance: dict[str, Any] = field(default_factory=dict)
     verified: bool | None = None  # None: not asked for
@@ -69,6 +70,8 @@ class Description:
         weights = tree.add(f"weights: {self.parameters:,} parameters, {self.bytes:,} bytes")
         weights.add(f"{self.bits_per_weight:.2f} bits per weight, {self.dtype}")
         weights.add(f"scheme: {_scheme_text(self.scheme)}")
+        if self.note:
+            weights.add(self.note)
         types = Counter(line.dtype for line in self.tensors)
         weights.add("tensors: " + ", ".join(f"{count} {kind}" for kind, count in types.most_common()))
         if self.tp is not None:
@@ -97,7 +100,8 @@ class Description:
 def _scheme_text(scheme: dict[str, Any] | None) -> str:
     if scheme is None:
         return "dense"
-    text = str(QuantScheme(scheme["bits"], scheme["group"], scheme["symmetric"]))
+    known = (scheme["bits"], scheme["group"], scheme["symmetric"], scheme.get("mins", False))
+    text = str(QuantScheme(*known))
     return f"{scheme['format']} {text}"
 
 
@@ -137,6 +141,7 @@ def describe_store(store: Store, verify: bool = False) -> Description:
         chat_template=tokenizer["chat_template"] if tokenizer["files"] else None,
         fingerprint=store.fingerprint,
         tensors=lines,
+        note=manifest["source"].get("note", ""),
         source=manifest["source"],
         provenance=manifest["provenance"],
         verified=True if verify else None,
@@ -172,6 +177,7 @@ def _describe_checkpoint(checkpoint: Checkpoint) -> Description:
         chat_template=_has_template(checkpoint),
         fingerprint=checkpoint.fingerprint,
         tensors=lines,
+        note=checkpoint.note,
     )
 
 

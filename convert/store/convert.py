@@ -8,6 +8,7 @@ from typing import Any
 
 from turbomill import console
 from turbomill.convert.checkpoint import Checkpoint, open_checkpoint, open_dense
+from turbomill.convert.hf import read_json
 from turbomill.convert.padded import PaddedCheckpoint, padded_sizes
 from turbomill.convert.source import STORE_FILE
 from turbomill.convert.staged import StagedDirectory, require_space
@@ -29,18 +30,20 @@ def convert_checkpoint(
     *,
     force: bool = False,
     dense: bool = False,
+    allow_pickle: bool = False,
     pad_tp: int = 1,
     shard_bytes: int = SHARD_BYTES,
 ) -> Store:
     """Write MODEL as a store at `dst`. Nothing is written unless the whole checkpoint is sound.
 
-    `dense` dequantizes what a GGUF file holds in 4 bits, as though it were a full-precision model. `pad_tp`
-    pads MLPs with zeros, where that is needed for the store to split over so many tensor parallel ranks.
+    `dense` dequantizes what a GGUF file holds in 4 bits, as though it were a full-precision model;
+    `allow_pickle` reads pytorch_model.bin. `pad_tp` pads MLPs with zeros, where that is needed for the store
+    to split over so many tensor parallel ranks.
     Raises UsageError when `dst` exists (unless it is a store and `force`) and for ranks that the heads do not
     split over, CheckpointError and UnsupportedModelError for the checkpoint.
     """
     dst = Path(dst).expanduser().absolute()
-    checkpoint = open_dense(model) if dense else open_checkpoint(model)
+    checkpoint = (open_dense if dense else open_checkpoint)(model, allow_pickle)
     check_destination(dst, checkpoint.path, force)
     check_tensors(checkpoint)
     steps = plan_store(checkpoint)
@@ -101,7 +104,8 @@ def check_destination(
     dst: Path, source: Path, force: bool, marker: str = STORE_FILE, what: str = "a store"
 ) -> None:
     """Only what has the file `marker` may be replaced, and only when asked to; never the source."""
-    if dst == source or dst in source.parents or source in dst.parents:
+    here = dst.resolve()
+    if here == source or here in source.parents or source in here.parents:
         raise UsageError(f"{dst}: lies in the checkpoint, or the checkpoint in it; choose another --dst-path")
     if not dst.exists():
         return
@@ -117,6 +121,11 @@ def _manifest(
     checkpoint: Checkpoint, tensors: dict[str, TensorInfo], sums: dict[str, str], directory: Path
 ) -> dict[str, Any]:
     config, scheme = checkpoint.config, checkpoint.scheme
+    source: dict[str, Any] = {"path": str(checkpoint.path), "fingerprint": checkpoint.fingerprint}
+    if checkpoint.note:
+        source["note"] = checkpoint.note
+    if isinstance(checkpoint, PaddedCheckpoint):
+        source["padded"] = checkpoint.sizes
     files = sorted(path for path in directory.rglob("*") if path.is_file())
     sizes = {path.relative_to(directory).as_posix(): path.stat().st_size for path in files}
     return {
@@ -131,16 +140,13 @@ def _manifest(
             "bits": scheme.bits,
             "group": scheme.group,
             "symmetric": scheme.symmetric,
+            **({"mins": True} if scheme.mins else {}),
         },
         "eos_token_ids": checkpoint.eos_token_ids,
         "bos_token_id": checkpoint.generation_config().get("bos_token_id", config.get("bos_token_id")),
-        "tokenizer": _tokenizer_info(directory),
+        "tokenizer": _tokenizer_info(directory, int(config["vocab_size"])),
         "hf_config": {key: value for key, value in config.items() if key != "quantization_config"},
-        "source": {
-            "path": str(checkpoint.path),
-            "fingerprint": checkpoint.fingerprint,
-            **({"padded": checkpoint.sizes} if isinstance(checkpoint, PaddedCheckpoint) else {}),
-        },
+        "source": source,
         "provenance": console.provenance(),
         "tensors": {name: info.to_dict() for name, info in tensors.items()},
         "files": sizes,
@@ -148,16 +154,37 @@ def _manifest(
     }
 
 
-def _tokenizer_info(directory: Path) -> dict[str, Any]:
+def _tokenizer_info(directory: Path, rows: int) -> dict[str, Any]:
     """Which tokenizer files came along; a model without any can still be run on token ids."""
     names = sorted(
         path.name for path in directory.iterdir() if path.name.startswith(("tokenizer", "vocab", "merges"))
     )
     template = (directory / "chat_template.jinja").is_file() or any(
-        '"chat_template"' in (directory / name).read_text(encoding="utf-8")
+        read_json(directory / name).get("chat_template")
         for name in ("tokenizer_config.json", "chat_template.json")
         if (directory / name).is_file()
     )
     if not names:
         log.warning("no tokenizer beside the checkpoint: the store will run on token ids only")
-    return {"files": names, "chat_template": template}
+    ids = _token_ids(directory)
+    if ids > rows:
+        log.warning(
+            "the tokenizer has ids up to %d, the embedding has %d rows: texts with tokens beyond are refused",
+            *(ids - 1, rows),
+        )
+    return {"files": names, "chat_template": bool(template)}
+
+
+def _token_ids(directory: Path) -> int:
+    """One more than the largest id of tokenizer.json; 0 without one, or when it is of another form."""
+    file = directory / "tokenizer.json"
+    if not file.is_file():
+        return 0
+    found = read_json(file)
+    try:
+        vocab = found["model"]["vocab"]  # id by token, or a list with scores
+        ids = list(vocab.values()) if isinstance(vocab, dict) else [len(vocab) - 1]
+        ids += [token["id"] for token in found.get("added_tokens") or []]
+        return max(ids, default=-1) + 1
+    except (KeyError, TypeError):
+        return 0
