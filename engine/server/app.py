@@ -18,41 +18,7 @@ from turbomill.engine.server.answers import Context, answer
 from turbomill.engine.server.errors import ApiError, install_error_handlers
 from turbomill.engine.server.metrics import ServerMetrics
 from turbomill.engine.server.protocol import ChatRequest, CompletionRequest
-
-
-class ChatShape:
-    """Choices of /v1/chat/completions."""
-
-    prefix, object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
-
-    def opening(self, index: int) -> dict[str, Any]:
-        """The role comes first."""
-        return {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-
-    def piece(self, index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
-        """A piece of the message."""
-        delta = {"content": text} if text else {}
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
-
-    def whole(self, index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
-        """The message."""
-        message = {"role": "assistant", "content": text, "refusal": None}
-        return {"index": index, "message": message, "logprobs": None, "finish_reason": finish_reason}
-
-
-class CompletionShape:
-    """Choices of /v1/completions."""
-
-    prefix, object, chunk_object = "cmpl", "text_completion", "text_completion"
-
-    def opening(self, index: int) -> None:
-        """Nothing comes before the text."""
-
-    def piece(self, index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
-        """A piece of the text."""
-        return {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
-
-    whole = piece
+from turbomill.engine.server.shapes import ChatShape, CompletionShape
 
 
 def _key_check(api_keys: Sequence[str]) -> Any:
@@ -109,14 +75,14 @@ def create_app(engine: AsyncEngine, model_name: str, api_keys: Sequence[str] = (
         messages = [message.as_template_input() for message in request.messages]
         # Long texts take a while to tokenize; the event loop goes on meanwhile.
         token_ids = await asyncio.to_thread(engine.encode, messages)
-        return await answer(context, http, request, [token_ids], ChatShape())
+        return await answer(context, http, request, [token_ids], ChatShape)
 
     @v1.post("/completions", response_model=None)
     async def completions(request: CompletionRequest, http: Request) -> Response:
         check_model(request.model)
         request.check_supported()
         prompts = [await asyncio.to_thread(engine.encode, prompt) for prompt in request.prompts()]
-        return await answer(context, http, request, prompts, CompletionShape())
+        return await answer(context, http, request, prompts, CompletionShape, request.prompts())
 
     @app.get("/health")
     async def health() -> JSONResponse:

@@ -47,7 +47,9 @@ class TensorRef:
 class Request(SimpleNamespace):
     def __init__(self, **fields):
         defaults = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": 0, "stop_token_ids": []}
-        super().__init__(**(defaults | {"return_logits": False} | fields))
+        super().__init__(
+            **(defaults | {"return_logits": False, "logprobs": -1, "prompt_logprobs": -1} | fields)
+        )
 
 
 def cache_block_bytes(model, config) -> int:
@@ -164,6 +166,11 @@ class Engine:
         return _output(state, [token], "length" if state.count == request.max_new_tokens else "")
 
 
+def _logprobs(token, count):
+    """The token itself is the likeliest; then its successors, each less likely by 1."""
+    return SimpleNamespace(logprob=-0.5, top=[(min(token + i, 255), -0.5 - i) for i in range(count)])
+
+
 def _output(state, token_ids, finish_reason, error="", logits=None):
     return SimpleNamespace(
         id=state.id,
@@ -172,4 +179,12 @@ def _output(state, token_ids, finish_reason, error="", logits=None):
         error=error,
         logits=logits,
         cached_tokens=min(CACHED, len(state.request.token_ids) - 1),
+        logprobs=[_logprobs(token, state.request.logprobs) for token in token_ids]
+        if state.request.logprobs >= 0
+        else [],
+        prompt_logprobs=[
+            _logprobs(token, state.request.prompt_logprobs) for token in state.request.token_ids[1:]
+        ]
+        if state.request.prompt_logprobs >= 0 and state.count <= 1
+        else [],
     )
