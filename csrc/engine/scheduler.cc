@@ -203,7 +203,9 @@ std::vector<Sequence*> Scheduler::spoil(const BatchData& batch) {
         const bool touched = sequence->reused_at == batch.step + 1 ||
                              std::any_of(sequence->blocks.begin(), sequence->blocks.end(),
                                          [](const LogicalBlock* block) { return block->spoiled; });
-        if (touched && !sequence->finished) failed.push_back(sequence);
+        if (!touched) continue;
+        distrust(*sequence);
+        if (!sequence->finished) failed.push_back(sequence);
     }
     return failed;
 }

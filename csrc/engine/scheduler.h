@@ -36,6 +36,7 @@ class Scheduler {
 
     int waiting() const { return int(waiting_.size()); }
     int running() const { return int(running_.size()); }
+    const std::vector<Sequence*>& running_sequences() const { return running_; }
     int64_t preemptions() const { return preemptions_; }
     const BlockPool& pool() const { return pool_; }
     void clear_cache() { pool_.clear(); }
