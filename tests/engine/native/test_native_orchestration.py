@@ -108,3 +108,31 @@ def test_a_step_costs_the_same_however_many_wait(batch: int) -> None:
     """10,000 waiting requests against 10. The factor is for a noisy machine: a scan would cost hundreds."""
     few, many = decode_cost(batch, 10), decode_cost(batch, 10_000)
     assert many < 3 * few + 20
+
+
+def failed_beginning(cancelled: bool) -> Any:
+    """A step fails after the next one was planned, in which a second request copied rows that it was to write."""
+    h = harness()
+    first = submit(h, 30, 4, 0)
+    slices, _ = h.plan()
+    second = submit(h, 30, 4, 0)
+    behind, copies = h.plan()
+    assert {s["sequence"]: s["context"] for s in behind} == {first: 30, second: 29}
+    assert len(copies) == 1
+    if cancelled:
+        h.cancel(second)
+    h.complete([9] * len(slices), "out of memory")
+    ends = {o.id: (o.finish_reason, o.error) for o in h.outputs() if o.finish_reason}
+    h.complete([9] * len(behind))
+    assert ends[first] == ("error", "out of memory")
+    assert ends[second] == (("cancelled", "") if cancelled else ("error", "out of memory"))
+    return h
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_what_a_failed_step_was_to_write_is_never_found(cancelled: bool) -> None:
+    h = failed_beginning(cancelled)
+    assert h.metrics().cached_blocks == 0 and not h.metrics().healthy
+    submit(h, 30, 1, 0)
+    slices, copies = h.plan()
+    assert [(s["context"], s["length"]) for s in slices] == [(0, 30)] and copies == []
