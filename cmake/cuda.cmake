@@ -33,11 +33,15 @@ if(TURBOMILL_CUDA_FOUND)
     csrc/kernels/cuda/attention_decode_16.cu
     csrc/kernels/cuda/attention_decode_4.cu
     csrc/kernels/cuda/attention_decode_8.cu
+    csrc/kernels/cuda/attention_prompt.cu
+    csrc/kernels/cuda/attention_prompt_bf16.cu
+    csrc/kernels/cuda/attention_prompt_f16.cu
     csrc/kernels/cuda/attention_tensor.cu
     csrc/kernels/cuda/attention_tensor_16.cu
     csrc/kernels/cuda/attention_tensor_4.cu
     csrc/kernels/cuda/attention_tensor_8.cu
     csrc/kernels/cuda/elementwise.cu
+    csrc/kernels/cuda/kv_unpack.cu
     csrc/kernels/cuda/logits.cu
     csrc/kernels/cuda/overlap.cu
     csrc/kernels/cuda/rope_cache.cu

@@ -117,6 +117,10 @@ class Checkpoint(ABC):
         """The format of one linear: those a quantized model leaves alone are dense."""
         return DenseFormat() if self.has(f"{prefix}.weight") else self.format
 
+    def scheme_of(self, prefix: str, k: int) -> QuantScheme | None:
+        """The scheme of a linear of K in-features, its group resolved; None when it is dense."""
+        return self.format_of(prefix).scheme_of(prefix, k)
+
     def linear(self, prefix: str) -> Linear:
         """A linear in canonical form; `prefix` is its full name without `.weight`."""
         return self.format_of(prefix).unpack(self, prefix)

@@ -13,29 +13,58 @@ from turbomill import console
 
 @click.command()
 @click.argument("model")
+@click.argument("dst", required=False, type=click.Path(path_type=Path, file_okay=False))
 @click.option(
     "--dst-path",
-    required=True,
     type=click.Path(path_type=Path, file_okay=False),
-    help="The store to write, a directory that does not exist yet.",
+    help="The directory to write, which does not exist yet; may also be given after MODEL.",
 )
-@click.option("--force", is_flag=True, help="Replace an existing store.")
+@click.option(
+    "--to",
+    "target",
+    type=click.Choice(["store", "hf", "awq", "gptq", "gptq_v2", "compressed-tensors"]),
+    default="store",
+    show_default=True,
+    help="Write a store, or a checkpoint in this format (hf: dense); then MODEL may be a store too.",
+)
+@click.option(
+    "--force", is_flag=True, help="Replace an existing store, or a checkpoint that turbomill wrote."
+)
+@click.option("--dense", is_flag=True, help="Store a GGUF file's 4-bit linears in 16 bits.")
 @click.option("--json", "as_json", is_flag=True, help="Print machine output on stdout.")
-def convert(model: str, dst_path: Path, force: bool, as_json: bool) -> None:
-    """Convert a checkpoint to a fused model store.
+def convert(
+    model: str,
+    dst: Path | None,
+    dst_path: Path | None,
+    target: str,
+    force: bool,
+    dense: bool,
+    as_json: bool,
+) -> None:
+    """Convert a checkpoint to a fused model store, or a store back to a checkpoint.
 
     MODEL is a Hugging Face directory (dense, AWQ gemm, GPTQ or compressed-tensors), a GGUF file, a hub name,
-    or `demo`.
+    or `demo`; with --to also a store.
     """
     console.setup_logging()
-    from turbomill.convert.describe import describe_store
-    from turbomill.convert.store import convert_checkpoint
+    from turbomill.convert.describe import describe
 
-    store = convert_checkpoint(model, dst_path, force=force)
-    if as_json:
-        console.emit_json(describe_store(store).to_dict())
+    where = dst_path or dst
+    if where is None or (dst and dst_path and dst != dst_path):
+        raise click.UsageError("Give the directory to write once, as --dst-path DIR or after MODEL.")
+    if target == "store":
+        from turbomill.convert.store import convert_checkpoint
+
+        convert_checkpoint(model, where, force=force, dense=dense)
     else:
-        console.stderr.print(describe_store(store).render(tensors=False))
+        from turbomill.convert.rewrite import rewrite
+
+        rewrite(model, where, target, force=force)  # type: ignore[arg-type]
+    described = describe(where)
+    if as_json:
+        console.emit_json(described.to_dict())
+    else:
+        console.stderr.print(described.render(tensors=False))
 
 
 @click.command()

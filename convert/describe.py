@@ -115,6 +115,7 @@ def describe_store(store: Store, verify: bool = False) -> Description:
     ]
     # Scales and zeros are not parameters; their linear's codes are.
     counted = [t for t in lines if t.layout != "group.n64" and not t.name.startswith("rope")]
+    counted = [t for t in counted if not t.name.endswith(".order")]
     parameters = sum(prod(t.logical) for t in counted)
     manifest = store.manifest
     tokenizer = manifest["tokenizer"]

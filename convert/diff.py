@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,17 +10,16 @@ import torch
 from torch import Tensor
 
 from turbomill import console
-from turbomill.convert.checkpoint import Checkpoint, open_checkpoint
-from turbomill.convert.linear import Linear, QuantLinear
-from turbomill.convert.source import kind_of, resolve_model
-from turbomill.convert.store import Store, open_store
-from turbomill.convert.store.fuse import join
+from turbomill.convert.base import Checkpoint
+from turbomill.convert.linear import QuantLinear
+from turbomill.convert.rewrite import open_any
+from turbomill.convert.store.back import StoreCheckpoint, norm_names
 from turbomill.errors import CheckpointError
 
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """One tensor, by its name in a store. `relative` is |A - B|^2 / |A|^2; None where shapes differ."""
+    """One tensor, by its name in a checkpoint. `relative` is |A - B|^2 / |A|^2; None where shapes differ."""
 
     name: str
     a: str  # scheme, or dtype
@@ -49,38 +47,55 @@ def diff(a: str | Path, b: str | Path) -> ModelDifference:
 
     Raises CheckpointError for what is neither, and for two architectures that have nothing to compare.
     """
-    one, other = _open(a), _open(b)
-    if one.architecture != other.architecture:
-        raise CheckpointError(f"{a} is a {one.architecture}, {b} a {other.architecture}: nothing to compare")
-    keys = sorted(set(one.sizes) | set(other.sizes))
-    sizes = {
-        key: (one.sizes.get(key), other.sizes.get(key))
-        for key in keys
-        if one.sizes.get(key) != other.sizes.get(key)
+    one, other = open_any(a), open_any(b)
+    if one.arch.name != other.arch.name:
+        raise CheckpointError(f"{a} is a {one.arch.name}, {b} a {other.arch.name}: nothing to compare")
+    sizes = [model.arch.model_config(model.config) for model in (one, other)]
+    different = {
+        key: (sizes[0].get(key), sizes[1].get(key))
+        for key in sorted(sizes[0].keys() | sizes[1].keys())
+        if sizes[0].get(key) != sizes[1].get(key)
     }
     tensors, equal = [], 0
-    shared = [name for name in one.tensors if name in other.tensors]
-    missing = [name for name in {**one.tensors, **other.tensors} if name not in shared]
+    names = [_names(model) for model in (one, other)]
+    shared = [name for name in names[0] if name in names[1]]
     with console.progress("comparing", len(shared)) as task:
         for name in shared:
-            found = _compare(name, one.tensors[name](), other.tensors[name]())
+            found = _compare(name, _value(one, name), _value(other, name))
             tensors += [found] if found else []
             equal += found is None
             task.advance()
-    for name in missing:
-        where = ("present", "absent") if name in one.tensors else ("absent", "present")
-        tensors.append(TensorDifference(name, where[0], where[1], None, None))
-    return ModelDifference(sizes, tensors, equal)
+    for name in names[0] | names[1]:
+        if name not in shared:
+            where = ("present", "absent") if name in names[0] else ("absent", "present")
+            tensors.append(TensorDifference(name, where[0], where[1], None, None))
+    return ModelDifference(different, tensors, equal)
 
 
 Value = tuple[str, Tensor]  # how it is stored, and what it stands for
 
 
-@dataclass(frozen=True)
-class _Model:
-    architecture: str
-    sizes: dict[str, Any]
-    tensors: dict[str, Callable[[], Value]]
+def _names(model: Checkpoint) -> dict[str, None]:
+    """What a model computes with: weights of every kind by name, linears' with `.weight` however stored."""
+    arch, config = model.arch, model.config
+    prefixes = arch.linear_prefixes(config)
+    biases = [f"{prefix}.bias" for prefix in prefixes if model.has(f"{prefix}.bias")]
+    return dict.fromkeys([*arch.other_weights(config), *(f"{prefix}.weight" for prefix in prefixes), *biases])
+
+
+def _value(model: Checkpoint, name: str) -> Value:
+    prefix, _, what = name.rpartition(".")
+    if what == "weight" and name not in model.arch.other_weights(model.config):
+        linear = model.linear(prefix)
+        if isinstance(linear, QuantLinear):
+            return str(linear.scheme), linear.dequantize()
+    tensor, arch = model.tensor(name), model.arch
+    kind, value = str(tensor.dtype).removeprefix("torch."), tensor.float()
+    if arch.norm_offset and name in norm_names(arch, model.config):
+        return kind, value + arch.norm_offset
+    if name == arch.head and arch.head_transform and not isinstance(model, StoreCheckpoint):
+        return kind, arch.head_transform(tensor).float()  # a store has it done
+    return kind, value
 
 
 def _compare(name: str, a: Value, b: Value) -> TensorDifference | None:
@@ -93,90 +108,3 @@ def _compare(name: str, a: Value, b: Value) -> TensorDifference | None:
     energy = float(a[1].double().square().sum())
     relative = float(delta.double().square().sum()) / energy if energy else float("inf")
     return TensorDifference(name, a[0], b[0], float(delta.abs().max()), relative)
-
-
-def _open(model: str | Path) -> _Model:
-    path = resolve_model(model)
-    if kind_of(path) == "store":
-        store = open_store(path)
-        return _Model(store.manifest["architecture"], store.model, dict(_of_store(store)))
-    checkpoint = open_checkpoint(path)
-    arch = checkpoint.arch
-    return _Model(arch.name, arch.model_config(checkpoint.config), dict(_of_checkpoint(checkpoint)))
-
-
-Named = Iterator[tuple[str, Callable[[], Value]]]
-
-
-def _of_store(store: Store) -> Named:
-    """A store's tensors; a fused linear is one, or one for each expert."""
-    for name, info in store.tensors.items():
-        base, _, kind = name.rpartition(".")
-        if kind in ("scales", "zeros", "inv_freq"):
-            continue
-        experts = info.logical[0] if len(info.logical) == 3 else 0
-        if kind == "bias":
-            yield name, lambda name=name: _plain(store.tensor(name))
-        elif kind == "qweight" or experts:
-            for expert in range(experts) if experts else [None]:
-                full = base if expert is None else f"{base}.{expert}"
-                yield full, lambda base=base, expert=expert: _value(store.linear(base, expert))
-        else:
-            yield base, lambda name=name: _plain(store.tensor(name))
-
-
-def _of_checkpoint(checkpoint: Checkpoint) -> Named:
-    """A checkpoint's, by the names that a store of it would have."""
-    arch, config = checkpoint.arch, checkpoint.config
-
-    def plain(name: str, offset: float = 0.0) -> Callable[[], Value]:
-        return lambda: _plain(checkpoint.tensor(name), offset)
-
-    yield "tok_embeddings", plain(arch.embedding)
-    yield "norm", plain(arch.final_norm, arch.norm_offset)
-    if not checkpoint.tied:
-        change = arch.head_transform
-        yield (
-            "output",
-            plain(arch.head) if change is None else lambda: _plain(change(checkpoint.tensor(arch.head))),
-        )
-    for index in range(arch.num_layers(config)):
-        prefix, here = arch.layer(index), f"layers.{index}."
-        for source, name in {**arch.norms, **arch.head_norms}.items():
-            yield here + name, plain(f"{prefix}{source}.weight", arch.norm_offset)
-        for source, (name, _) in arch.matrices(config, index).items():
-            yield here + name, plain(f"{prefix}{source}.weight")
-        for fusion in arch.fusions_of(config, index):
-            order = fusion.order(config) if fusion.order else None
-            for expert in range(arch.num_experts(config)) if fusion.of_experts else [None]:
-                names = [prefix + part for part in fusion.names(expert or 0)]
-                full = here + fusion.name if expert is None else f"{here}{fusion.name}.{expert}"
-
-                def fused(names=names, block=fusion.interleave, order=order) -> Value:
-                    parts = [_value(checkpoint.linear(name)) for name in names]
-                    whole = join([part for _, part in parts], 0, block)
-                    return " + ".join(dict(parts)), whole if order is None else whole[order]
-
-                yield full, fused
-                if any(checkpoint.has(f"{name}.bias") for name in names):
-
-                    def bias(names=names, block=fusion.interleave, order=order) -> Value:
-                        found = [checkpoint.linear(name) for name in names]
-                        values = [
-                            torch.zeros(part.shape[1]) if part.bias is None else part.bias.float()
-                            for part in found
-                        ]
-                        whole = join(values, 0, block)
-                        return "float32", whole if order is None else whole[order]
-
-                    yield f"{full}.bias", bias
-
-
-def _plain(tensor: Tensor, offset: float = 0.0) -> Value:
-    return str(tensor.dtype).removeprefix("torch."), tensor.float() + offset if offset else tensor.float()
-
-
-def _value(linear: Linear) -> Value:
-    if isinstance(linear, QuantLinear):
-        return str(linear.scheme), linear.dequantize()
-    return str(linear.weight.dtype).removeprefix("torch."), linear.weight.float()

@@ -5,7 +5,7 @@ Shapes use the project's letters: K in-features, N out-features, G = ceil(K / gr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,22 +17,26 @@ from turbomill.errors import CheckpointError
 class QuantScheme:
     """How weights are quantized: `bits` per code, `group` rows to a scale (-1: all), `symmetric` or not.
 
-    Symmetric means that every zero is 2**(bits - 1). A QuantLinear's own scheme always has a positive group.
+    Symmetric means that every zero is 2**(bits - 1); with `mins`, a group adds a number of its own instead
+    of subtracting a zero (GGUF's Q4_1). A QuantLinear's own scheme always has a positive group.
     """
 
     bits: int
     group: int
     symmetric: bool
+    mins: bool = False
 
     def __str__(self) -> str:
-        return f"w{self.bits}g{self.group}{'sym' if self.symmetric else 'asym'}"
+        kind = "min" if self.mins else "sym" if self.symmetric else "asym"
+        return f"w{self.bits}g{self.group}{kind}"
 
     @property
     def bits_per_weight(self) -> float:
         """Bits a weight costs with its share of the fp16 scale and, if asymmetric, the zero."""
         if self.group <= 0:  # one scale per column
             return float(self.bits)
-        return self.bits + (16 + (0 if self.symmetric else self.bits)) / self.group
+        beside = 16 if self.mins else 0 if self.symmetric else self.bits
+        return self.bits + (16 + beside) / self.group
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,8 @@ class DenseLinear:
 class QuantLinear:
     """A group-quantized linear: w[k, n] = (codes[k, n] - zeros[k // group, n]) * scales[k // group, n].
 
-    `zeros` are the zeros themselves (never minus one) and hold integers for every integer format.
+    `zeros` are the zeros themselves (never minus one) and hold integers for every integer format. Where the
+    scheme has `mins`, they are all 0 and mins[k // group, n] is added. Row k meets input k, or `order[k]`.
     """
 
     codes: Tensor  # uint8 [K, N], each below 2**bits
@@ -64,11 +69,29 @@ class QuantLinear:
     zeros: Tensor  # uint8 [G, N]
     scheme: QuantScheme
     bias: Tensor | None = None  # [N]
+    mins: Tensor | None = None  # as scales [G, N]
+    order: Tensor | None = None  # int32 [K], a permutation
 
     @property
     def shape(self) -> tuple[int, int]:
         """(K, N)."""
         return self.codes.shape[0], self.codes.shape[1]
+
+    def columns(self, index: Tensor | slice) -> QuantLinear:
+        """The linear of some of the outputs, or of all in another order."""
+        parts = (self.codes, self.scales, self.zeros, self.mins)
+        codes, scales, zeros, mins = (None if p is None else p[:, index].contiguous() for p in parts)
+        assert codes is not None and scales is not None and zeros is not None
+        bias = None if self.bias is None else self.bias[index]
+        return replace(self, codes=codes, scales=scales, zeros=zeros, mins=mins, bias=bias)
+
+    def with_mins(self) -> QuantLinear:
+        """The same weights with a minimum for each group: exact where the zeros are powers of two."""
+        if self.mins is not None:
+            return self
+        mins = (-self.zeros.float() * self.scales.float()).to(self.scales.dtype)
+        scheme = replace(self.scheme, symmetric=False, mins=True)
+        return replace(self, zeros=torch.zeros_like(self.zeros), mins=mins, scheme=scheme)
 
     def validate(self, name: str) -> None:
         """Check shapes, dtypes and ranges; raise CheckpointError naming `name` and what is wrong."""
@@ -76,7 +99,10 @@ class QuantLinear:
         groups = -(-k // self.scheme.group)
         if self.codes.dtype != torch.uint8 or self.zeros.dtype != torch.uint8:
             raise CheckpointError(f"{name}: codes and zeros must be uint8")
-        for what, tensor in (("scales", self.scales), ("zeros", self.zeros)):
+        if (self.mins is not None) != self.scheme.mins or (self.scheme.mins and bool(self.zeros.any())):
+            raise CheckpointError(f"{name}: scheme {self.scheme} has minima, or zeros, and not both")
+        beside = {"scales": self.scales, "zeros": self.zeros, "mins": self.mins}
+        for what, tensor in ((what, tensor) for what, tensor in beside.items() if tensor is not None):
             if tuple(tensor.shape) != (groups, n):
                 raise CheckpointError(
                     f"{name}: {what} have shape {tuple(tensor.shape)}, expected {(groups, n)} for "
@@ -89,13 +115,20 @@ class QuantLinear:
             raise CheckpointError(f"{name}: the scheme is symmetric, but not all zeros are {top // 2}")
         if not bool(torch.isfinite(self.scales).all()):
             raise CheckpointError(f"{name}: scales hold inf or NaN")
+        if self.mins is not None and not bool(torch.isfinite(self.mins).all()):
+            raise CheckpointError(f"{name}: minima hold inf or NaN")
 
     def dequantize(self) -> Tensor:
         """The weight [N, K] in fp32."""
         k, _ = self.shape
         group = torch.arange(k) // self.scheme.group
         scales, zeros = self.scales.float()[group], self.zeros.float()[group]
-        return ((self.codes.float() - zeros) * scales).T.contiguous()
+        weight = (self.codes.float() - zeros) * scales  # [K, N]
+        if self.mins is not None:
+            weight += self.mins.float()[group]
+        if self.order is not None:
+            weight = torch.empty_like(weight).index_copy_(0, self.order.long(), weight)
+        return weight.T.contiguous()
 
 
 Linear = DenseLinear | QuantLinear

@@ -157,9 +157,6 @@ class RunnableCheckpoint(WrappedCheckpoint):
 
 
 def _rows(linear: Linear, rows: slice) -> Linear:
-    bias = None if linear.bias is None else linear.bias[rows]
     if isinstance(linear, DenseLinear):
-        return DenseLinear(linear.weight[rows], bias)
-    columns = (linear.codes[:, rows], linear.scales[:, rows], linear.zeros[:, rows])
-    codes, scales, zeros = (part.contiguous() for part in columns)
-    return replace(linear, codes=codes, scales=scales, zeros=zeros, bias=bias)
+        return DenseLinear(linear.weight[rows], None if linear.bias is None else linear.bias[rows])
+    return linear.columns(rows)

@@ -54,6 +54,18 @@ class StagedDirectory:
         shutil.rmtree(old, ignore_errors=True)
 
 
+def require_space(dst: Path, nbytes: int) -> None:
+    """Raise UsageError unless the disk that `dst` will be on has room for `nbytes`."""
+    folder = Path(dst).absolute().parent
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    if free < nbytes:
+        raise UsageError(
+            f"{dst}: needs {nbytes:,} bytes, the disk has {free:,} free: make room, or write elsewhere"
+        )
+
+
 class ResumableDirectory(StagedDirectory):
     """A staged directory whose unfinished work the same run goes on with, after a kill or an interruption.
 

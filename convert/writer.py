@@ -18,6 +18,8 @@ from turbomill.convert.hf import INDEX
 from turbomill.convert.safetensors_io import DTYPES, TAGS, encode_header, tensor_bytes
 from turbomill.convert.staged import ResumableDirectory, StagedDirectory
 
+MARKER = "turbomill.json"  # provenance, beside every checkpoint that this program wrote
+
 
 class CheckpointWriter:
     """Use as a context manager: `add` tensors, put sidecars into `.path`; leaving it without error finishes.

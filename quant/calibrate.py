@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from turbomill import console
-from turbomill.convert.checkpoint import open_checkpoint
+from turbomill.convert.checkpoint import open_dense
 from turbomill.convert.runnable import runnable
 from turbomill.convert.staged import StagedDirectory
-from turbomill.convert.writer import write_json
-from turbomill.quant.checks import MARKER, check_dense, check_finite, check_work_dir
+from turbomill.convert.writer import MARKER, write_json
+from turbomill.quant.checks import check_dense, check_finite, check_work_dir
 from turbomill.quant.decoder import StreamedDecoder, watching
 from turbomill.quant.options import QuantOptions
 from turbomill.quant.run import calibration_windows, device_of, peak_bytes
@@ -81,7 +81,7 @@ def calibrate(
     start = time.monotonic()
     options = options or QuantOptions()
     work_dir = Path(work_dir)
-    checkpoint = open_checkpoint(model)
+    checkpoint = open_dense(model)
     check_dense(checkpoint)
     check_work_dir(work_dir, options.overwrite)
     check_finite(checkpoint)

@@ -15,14 +15,14 @@ from turbomill.convert.checkpoint import Checkpoint
 from turbomill.convert.formats.base import WeightFormat
 from turbomill.convert.padded import PaddedCheckpoint, padded_sizes
 from turbomill.convert.store.check import IGNORED
+from turbomill.convert.writer import MARKER
 from turbomill.errors import CheckpointError, UsageError
 from turbomill.quant.budget import candidates
-from turbomill.quant.export import check_bits, export_format, format_name
+from turbomill.quant.export import check_bits, format_name, written_format
 from turbomill.quant.options import Method, QuantOptions
 
 logger = logging.getLogger("turbomill.quant")
 
-MARKER = "turbomill.json"
 GROUPS = (128, 64, 32)
 FINITE_PIECE = 2**24  # elements looked at together
 
@@ -35,7 +35,7 @@ def check_run(checkpoint: Checkpoint, work_dir: Path, method: Method, options: Q
     if options.budget:
         candidates(options.scheme, [k for k, _n in _shapes(checkpoint).values()], options.budget)
     check_bits(name, options.bits)
-    check_shapes(checkpoint, export_format(name, options.scheme, checkpoint), options)
+    check_shapes(checkpoint, written_format(name, checkpoint, options), options)
     if method != "rtn":
         check_name(options.calib_dataset)
     check_work_dir(work_dir, options.overwrite)

@@ -16,19 +16,20 @@ from torch import nn
 
 from turbomill import console
 from turbomill.calib_data import Windows, load_windows
-from turbomill.convert.checkpoint import Checkpoint, open_checkpoint
+from turbomill.convert.checkpoint import Checkpoint, open_dense
+from turbomill.convert.export import ExportFormat, smallest_zero
 from turbomill.convert.formats.base import WeightFormat
 from turbomill.convert.linear import QuantScheme
 from turbomill.convert.reference import load_dense_model
 from turbomill.convert.runnable import runnable
-from turbomill.convert.staged import ResumableDirectory
-from turbomill.convert.writer import CheckpointWriter, write_json
+from turbomill.convert.staged import ResumableDirectory, require_space
+from turbomill.convert.writer import MARKER, CheckpointWriter, write_json
 from turbomill.errors import UsageError
 from turbomill.quant.activations import choose
-from turbomill.quant.checks import MARKER, check_finite, check_run, padded, with_group
+from turbomill.quant.checks import check_finite, check_run, padded, with_group
 from turbomill.quant.decoder import StreamedDecoder
 from turbomill.quant.estimate import activation_bytes, estimate
-from turbomill.quant.export import ExportFormat, export_format, format_name, smallest_zero
+from turbomill.quant.export import format_name, written_format
 from turbomill.quant.grid import GridSpec
 from turbomill.quant.layer import LayerWork, round_weights
 from turbomill.quant.mixed import Allocation, mixed_schemes
@@ -59,7 +60,7 @@ def quantize(
     if method not in METHODS:
         raise UsageError(f"method {method}: expected one of {', '.join(METHODS)}")
     work_dir = Path(work_dir)
-    checkpoint = open_checkpoint(model)
+    checkpoint = open_dense(model)
     if options.pad:
         checkpoint = padded(checkpoint, options.group)
     options = with_group(checkpoint, options)
@@ -74,14 +75,17 @@ def quantize(
         work_dir, {**same, "calibration data": described and described["sha256"]}, options.overwrite
     )
     recipe = recipe_of(method, options.correct)
-    logger.info("%s", estimate(checkpoint, calibration, recipe, options, device))
+    expected = estimate(checkpoint, calibration, recipe, options, device)
+    logger.info("%s", expected)
+    if not staged.temp.is_dir():  # else a run that is gone on with, and some of it is there
+        require_space(work_dir, int(expected.disk))
     allocation = None
     if options.budget and calibration:
         with torch.no_grad():
             allocation = mixed_schemes(
                 runnable(checkpoint), calibration.ids, options, scale_dtype(checkpoint), device
             )
-    form = export_format(name, options.scheme, checkpoint, allocation and allocation.schemes)
+    form = written_format(name, checkpoint, options, allocation)
     run = _Run(checkpoint, method, options, name, form, calibration, allocation)
     config = {**checkpoint.config, "quantization_config": form.quantization_config()}
     try:

@@ -263,6 +263,41 @@ def serve(
             console.stderr.print(f"failed request: {error}", markup=False)
 
 
+@bench.command("store")
+@click.argument("model", required=False)
+@click.option("--random", "shape", metavar="SHAPE", help="llama-3-8b or llama-3.2-1b, with random weights.")
+@click.option("--w-bits", type=int, default=4, show_default=True, help="Of --random's linears: 4 or 16.")
+@click.option("--device", default="auto", show_default=True, help="Where the engine loads the store.")
+@click.option(
+    "--work-dir",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    help="On the disk to measure; what is written there goes away again.  [the system's temporary folder]",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout.")
+def bench_the_store(
+    model: str | None, shape: str | None, w_bits: int, device: str, work_dir: Path | None, as_json: bool
+) -> None:
+    """Conversion beside `cp -r`, loading beside a plain read: the same bytes, none of them cached.
+
+    Give MODEL, a checkpoint, or --random.
+    """
+    from turbomill import console
+    from turbomill.reports.bench_store import bench_random, bench_store
+    from turbomill.reports.tables import store_table
+
+    console.setup_logging()
+    if (model is None) == (shape is None):
+        raise click.UsageError("Give MODEL or --random, one of them.")
+    if model is not None:
+        speed = bench_store(model, work_dir, device)
+    else:
+        speed = bench_random(str(shape), w_bits, work_dir, device)
+    if as_json:
+        console.emit_json(speed.to_dict())
+    else:
+        console.stdout.print(store_table(speed))
+
+
 @click.command(context_settings=SETTINGS)
 @click.argument("runs", metavar="RUN...", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option(

@@ -114,7 +114,7 @@ def _quantized(work_dir: Path, options: DemoOptions, method: Method, source: dic
 def _stored(work_dir: Path, name: str, checkpoint: Path) -> Path:
     inputs = {"checkpoint": open_checkpoint(checkpoint).fingerprint}
     step = Step(f"convert {name}", work_dir / "stores" / name, inputs)
-    step.run(lambda output: convert_checkpoint(checkpoint, output, force=True))
+    step.run(lambda output: convert_checkpoint(checkpoint, output, force=True, dense=name == "fp16"))
     return step.output
 
 

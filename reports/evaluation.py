@@ -18,6 +18,7 @@ from turbomill.calib_data import Windows, load_texts, token_ids
 from turbomill.calib_data.windows import fingerprint, windows
 from turbomill.convert.source import kind_of, resolve_model
 from turbomill.convert.store import Store
+from turbomill.convert.writer import MARKER
 from turbomill.engine.config import EngineConfig
 from turbomill.engine.stores import cache_dir
 from turbomill.engine.turbomind import TurbomindEngine
@@ -27,8 +28,6 @@ from turbomill.reports.runs import Score
 from turbomill.reports.scores import Reference, Tally, check_logits, make_reference, score_window
 
 logger = logging.getLogger("turbomill.reports")
-
-QUANT_MARKER = "turbomill.json"  # beside a checkpoint that `turbomill lite` wrote
 
 
 class Scorer(Protocol):
@@ -96,7 +95,7 @@ def find_reference(model: str, store: Store) -> str | None:
     path = resolve_model(model)
     if kind_of(path) == "store":
         path = Path(store.manifest.get("source", {}).get("path", ""))
-    marker = path / QUANT_MARKER
+    marker = path / MARKER
     if not marker.is_file():
         return None
     made = json.loads(marker.read_text(encoding="utf-8"))

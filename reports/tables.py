@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
+from turbomill.reports.bench_store import StoreSpeed
 from turbomill.reports.runs import KvPolicy, ModelCard, Run, Score, Speed, Variant
 
 
@@ -109,6 +110,29 @@ def score_table(model: ModelCard, score: Score) -> Table:
 def speeds_table(speeds: Sequence[Speed]) -> Table:
     """`bench engine`."""
     return _table("Engine", SPEED_COLUMNS, [speed_row(speed) for speed in speeds])
+
+
+def store_table(speed: StoreSpeed) -> Table:
+    """`bench store`."""
+    source, store = speed.source_bytes / 1e9, speed.store_bytes / 1e9
+    rows = [
+        ("read the checkpoint", f"{speed.read_source_s:.2f}", f"{source / speed.read_source_s:.2f}", ""),
+        ("copy the checkpoint", f"{speed.copy_s:.2f}", f"{source / speed.copy_s:.2f}", ""),
+        (
+            "convert it",
+            f"{speed.convert_s:.2f}",
+            f"{source / speed.convert_s:.2f}",
+            f"{speed.convert_to_copy:.2f} of the copy's speed",
+        ),
+        ("read the store", f"{speed.read_store_s:.2f}", f"{store / speed.read_store_s:.2f}", ""),
+        (
+            "load it, to the first token",
+            f"{speed.load_s:.2f}",
+            f"{store / speed.load_s:.2f}",
+            f"{speed.load_to_read:.2f} times the read",
+        ),
+    ]
+    return _table(f"Store: {source:.2f} GB, {store:.2f} GB", ("", "seconds", "GB/s", ""), rows)
 
 
 def serve_tables(run: Run) -> list[Table]:

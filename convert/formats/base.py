@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
+import torch
 from torch import Tensor
 
 from turbomill.convert.linear import Linear, QuantScheme
@@ -17,6 +18,7 @@ class TensorSource(Protocol):
 
     def has(self, name: str) -> bool: ...
     def tensor(self, name: str) -> Tensor: ...
+    def dtype_of(self, name: str) -> torch.dtype: ...
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,14 @@ class WeightFormat(ABC):
     @abstractmethod
     def unpack(self, source: TensorSource, prefix: str) -> Linear:
         """Read one linear into its canonical form. Raises CheckpointError naming the tensor."""
+
+    def order(self, source: TensorSource, prefix: str) -> Tensor | None:
+        """The input that each row of a linear's codes meets, int32 [K]; None where row k meets input k."""
+        return None
+
+    def dtype(self, source: TensorSource, prefix: str) -> torch.dtype:
+        """The dtype of the linear's weights or, quantized, of its scales."""
+        return source.dtype_of(self.values(prefix))
 
     @abstractmethod
     def pack(self, prefix: str, linear: Linear) -> dict[str, Tensor]:

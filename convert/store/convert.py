@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from turbomill import console
-from turbomill.convert.checkpoint import Checkpoint, open_checkpoint
+from turbomill.convert.checkpoint import Checkpoint, open_checkpoint, open_dense
 from turbomill.convert.source import STORE_FILE
-from turbomill.convert.staged import StagedDirectory
+from turbomill.convert.staged import StagedDirectory, require_space
 from turbomill.convert.store.check import check_tensors
-from turbomill.convert.store.manifest import FORMAT_VERSION, TensorInfo
+from turbomill.convert.store.manifest import TensorInfo, version_for
 from turbomill.convert.store.plan import plan_store
 from turbomill.convert.store.reader import Store, open_store
 from turbomill.convert.store.writer import SHARD_BYTES, checksum, write_shards
@@ -22,19 +22,26 @@ log = logging.getLogger("turbomill.convert")
 
 
 def convert_checkpoint(
-    model: str | Path, dst: Path, *, force: bool = False, shard_bytes: int = SHARD_BYTES
+    model: str | Path,
+    dst: Path,
+    *,
+    force: bool = False,
+    dense: bool = False,
+    shard_bytes: int = SHARD_BYTES,
 ) -> Store:
     """Write MODEL as a store at `dst`. Nothing is written unless the whole checkpoint is sound.
 
+    `dense` dequantizes what a GGUF file holds in 4 bits, as though it were a full-precision model.
     Raises UsageError when `dst` exists (unless it is a store and `force`), CheckpointError and
     UnsupportedModelError for the checkpoint.
     """
     dst = Path(dst).expanduser().absolute()
-    checkpoint = open_checkpoint(model)
+    checkpoint = open_dense(model) if dense else open_checkpoint(model)
     check_destination(dst, checkpoint.path, force)
     check_tensors(checkpoint)
     steps = plan_store(checkpoint)
     total = sum(planned.nbytes for step in steps for planned in step.tensors)
+    require_space(dst, total)
     with StagedDirectory(dst) as temp:
         checkpoint.copy_sidecars(temp)
         with console.progress("convert (KiB)", -(-total // 1024)) as task:
@@ -50,16 +57,18 @@ def convert_checkpoint(
     return open_store(dst)
 
 
-def check_destination(dst: Path, source: Path, force: bool) -> None:
-    """Only a complete store may be replaced, and only when asked to; never the source."""
+def check_destination(
+    dst: Path, source: Path, force: bool, marker: str = STORE_FILE, what: str = "a store"
+) -> None:
+    """Only what has the file `marker` may be replaced, and only when asked to; never the source."""
     if dst == source or dst in source.parents or source in dst.parents:
         raise UsageError(f"{dst}: lies in the checkpoint, or the checkpoint in it; choose another --dst-path")
     if not dst.exists():
         return
     if dst.is_dir() and not any(dst.iterdir()):
         return
-    if not (dst / STORE_FILE).is_file():
-        raise UsageError(f"{dst}: exists and is not a store; choose another --dst-path")
+    if not (dst / marker).is_file():
+        raise UsageError(f"{dst}: exists and is not {what}; choose another --dst-path")
     if not force:
         raise UsageError(f"{dst}: exists; give --force to replace it, or another --dst-path")
 
@@ -69,7 +78,7 @@ def _manifest(checkpoint: Checkpoint, tensors: dict[str, TensorInfo], directory:
     files = sorted(path for path in directory.rglob("*") if path.is_file())
     sizes = {path.relative_to(directory).as_posix(): path.stat().st_size for path in files}
     return {
-        "format_version": FORMAT_VERSION,
+        "format_version": version_for(tensors),
         "architecture": checkpoint.arch.name,
         "model": checkpoint.arch.model_config(config),
         "context_length": int(config.get("max_position_embeddings", 2048)),

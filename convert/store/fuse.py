@@ -40,12 +40,15 @@ def fuse(name: str, fusion: Fusion, parts: Sequence[Linear]) -> Linear:
     quant = [part for part in parts if isinstance(part, QuantLinear)]
     if len(quant) != len(parts) or len({(q.scheme, q.scales.dtype) for q in quant}) != 1:
         raise CheckpointError(f"{name}: {', '.join(fusion.parts)} are fused, but quantized differently")
+    mins = [q.mins for q in quant if q.mins is not None]
     return QuantLinear(
         codes=join([q.codes for q in quant], 1, block),
         scales=join([q.scales for q in quant], 1, block),
         zeros=join([q.zeros for q in quant], 1, block),
         scheme=quant[0].scheme,
         bias=_fuse_bias(parts, block),
+        mins=join(mins, 1, block) if mins else None,
+        order=quant[0].order,  # all parts', or the plan would not have put them together
     )
 
 
@@ -53,16 +56,9 @@ def reorder(linear: Linear, order: Tensor | None) -> Linear:
     """The linear with row i taken from row `order[i]`; as it is when there is no order."""
     if order is None:
         return linear
-    bias = None if linear.bias is None else linear.bias[order]
     if isinstance(linear, DenseLinear):
-        return DenseLinear(linear.weight[order], bias)
-    return QuantLinear(
-        codes=linear.codes[:, order],
-        scales=linear.scales[:, order],
-        zeros=linear.zeros[:, order],
-        scheme=linear.scheme,
-        bias=bias,
-    )
+        return DenseLinear(linear.weight[order], None if linear.bias is None else linear.bias[order])
+    return linear.columns(order)
 
 
 def _fuse_bias(parts: Sequence[Linear], block: int) -> Tensor | None:

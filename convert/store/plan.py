@@ -128,6 +128,9 @@ def _linear(checkpoint: Checkpoint, index: int, fusion: Fusion) -> Step:
     everything = [prefix for expert in range(max(experts, 1)) for prefix in prefixes(expert)]
     schemes = {checkpoint.format_of(prefix).scheme_of(prefix, k) for prefix in everything}
     scheme = stored_scheme(list(schemes), k)
+    rows = _order(checkpoint, everything)
+    if rows is not None and (experts or rows.numel() == 0):
+        scheme = None  # an order of its own for each part, or expert, has no layout
     dtype = _value_dtype(checkpoint, everything, packed=scheme is not None)
     if scheme is None and schemes != {None}:
         log.info(
@@ -156,9 +159,23 @@ def _linear(checkpoint: Checkpoint, index: int, fusion: Fusion) -> Step:
         Planned(f"{name}.qweight", W4, "U8", tiles, logical, group),
         Planned(f"{name}.scales", GROUP, tag, groups, logical, group),
     ]
-    if not scheme.symmetric:
+    if scheme.mins:
+        planned.append(Planned(f"{name}.mins", GROUP, tag, groups, logical, group))
+    elif not scheme.symmetric:
         planned.append(Planned(f"{name}.zeros", GROUP, tag, groups, logical, group))
+    if rows is not None:
+        planned.append(Planned(f"{name}.order", VECTOR, "I32", (k,), (k,)))
     return Step((*planned, *bias), lambda expert: list(_quant_tensors(load(expert))), experts)
+
+
+def _order(checkpoint: Checkpoint, prefixes: list[str]) -> Tensor | None:
+    """The order of inputs that all the linears' rows are in; empty when they differ, None when plain."""
+    orders = [checkpoint.format_of(prefix).order(checkpoint, prefix) for prefix in prefixes]
+    if all(order is None for order in orders):
+        return None
+    known = [order for order in orders if order is not None]
+    same = len(known) == len(orders) and all(torch.equal(order, known[0]) for order in known)
+    return known[0] if same else torch.empty(0, dtype=torch.int32)
 
 
 def _value_dtype(checkpoint: Checkpoint, prefixes: list[str], packed: bool) -> torch.dtype:
@@ -167,7 +184,7 @@ def _value_dtype(checkpoint: Checkpoint, prefixes: list[str], packed: bool) -> t
     found: set[torch.dtype] = set()
     for prefix in prefixes:
         form = checkpoint.format_of(prefix)
-        dtype = checkpoint.dtype_of(form.values(prefix))
+        dtype = form.dtype(checkpoint, prefix)
         found.add(dtype if dtype in half or form.scheme is None else torch.float16)
     if len(found) == 1:
         return found.pop()
@@ -189,7 +206,11 @@ def _quant_tensors(linear: DenseLinear | QuantLinear) -> Iterator[Tensor]:
     k, _ = linear.shape
     yield pack_w4(linear.codes)
     yield pack_groups(linear.scales, linear.scheme.group, k)
-    if not linear.scheme.symmetric:
+    if linear.mins is not None:
+        yield pack_groups(linear.mins, linear.scheme.group, k)
+    elif not linear.scheme.symmetric:
         yield pack_groups(linear.zeros.to(linear.scales.dtype), linear.scheme.group, k)
+    if linear.order is not None:
+        yield linear.order
     if linear.bias is not None:
         yield linear.bias

@@ -42,6 +42,16 @@ class StoreTensor:
 
 
 @dataclass(frozen=True)
+class StoredGrid:
+    """Scales, and zeros or minima, [G, N] of a fused linear, in the stored group."""
+
+    scales: Tensor
+    zeros: Tensor
+    mins: Tensor | None
+    scheme: QuantScheme
+
+
+@dataclass(frozen=True)
 class Store:
     """An open store: checked, nothing loaded."""
 
@@ -131,22 +141,34 @@ class Store:
         `expert` chooses one of a stacked linear, e.g. `layers.0.experts.w_down`.
         """
 
-        def tensor(kind: str) -> Tensor:
-            found = self.tensor(f"{name}.{kind}")
-            return found if expert is None else found[expert]
-
         bias = self.tensor(f"{name}.bias") if f"{name}.bias" in self.tensors else None
+        grid = self.grid(name, expert)
+        if grid is None:
+            return DenseLinear(self._part(f"{name}.weight", expert), bias)
+        n, k = self.tensors[f"{name}.qweight"].logical[-2:]
+        codes = unpack_w4(self._part(f"{name}.qweight", expert), k, n)
+        order = self.tensor(f"{name}.order") if f"{name}.order" in self.tensors else None
+        return QuantLinear(codes, grid.scales, grid.zeros, grid.scheme, bias, grid.mins, order)
+
+    def grid(self, name: str, expert: int | None = None) -> StoredGrid | None:
+        """A fused linear without its codes; None when it is dense."""
         if f"{name}.qweight" not in self.tensors:
-            return DenseLinear(tensor("weight"), bias)
+            return None
         info = self.tensors[f"{name}.qweight"]
         (n, k), group = info.logical[-2:], info.group or 0
-        scales = unpack_groups(tensor("scales"), group, k, n)
-        symmetric = f"{name}.zeros" not in self.tensors
-        zeros = torch.full(scales.shape, 8, dtype=torch.uint8)
-        if not symmetric:
-            zeros = unpack_groups(tensor("zeros"), group, k, n).to(torch.uint8)
-        codes = unpack_w4(tensor("qweight"), k, n)
-        return QuantLinear(codes, scales, zeros, QuantScheme(4, group, symmetric), bias)
+        scales = unpack_groups(self._part(f"{name}.scales", expert), group, k, n)
+        with_zeros, with_mins = f"{name}.zeros" in self.tensors, f"{name}.mins" in self.tensors
+        zeros, mins = torch.full(scales.shape, 0 if with_mins else 8, dtype=torch.uint8), None
+        if with_mins:
+            mins = unpack_groups(self._part(f"{name}.mins", expert), group, k, n)
+        elif with_zeros:
+            zeros = unpack_groups(self._part(f"{name}.zeros", expert), group, k, n).to(torch.uint8)
+        scheme = QuantScheme(4, group, not (with_zeros or with_mins), with_mins)
+        return StoredGrid(scales, zeros, mins, scheme)
+
+    def _part(self, name: str, expert: int | None) -> Tensor:
+        found = self.tensor(name)
+        return found if expert is None else found[expert]
 
     def verify(self) -> Sequence[str]:
         """Names of files whose checksum is not the recorded one; reads everything."""

@@ -26,13 +26,17 @@ def stored_scheme(schemes: Sequence[QuantScheme | None], k: int) -> QuantScheme 
     known = [scheme for scheme in schemes if scheme is not None]
     if len(known) < len(schemes) or any(scheme.bits > BITS for scheme in known):
         return None
+    mins = any(scheme.mins for scheme in known)
+    if mins and not all(scheme.mins or scheme.symmetric for scheme in known):
+        return None  # a zero times a scale is not always a 16-bit number
     groups = {0 if scheme.group >= k else scheme.group for scheme in known}  # 0: one group spans K
     group = gcd(*groups)
     if group and group not in (32, 64, 128):
         group = gcd(group, LARGEST)
         if group < SMALLEST:
             return None
-    return QuantScheme(BITS, group or k, all(scheme.symmetric for scheme in known))
+    symmetric = not mins and all(scheme.symmetric for scheme in known)
+    return QuantScheme(BITS, group or k, symmetric, mins)
 
 
 def as_stored(name: str, linear: Linear, scheme: QuantScheme | None, dtype: torch.dtype) -> Linear:
@@ -41,6 +45,8 @@ def as_stored(name: str, linear: Linear, scheme: QuantScheme | None, dtype: torc
     if scheme is None:
         return DenseLinear(_dense(name, linear, dtype), linear.bias)
     assert isinstance(linear, QuantLinear)
+    if scheme.mins:
+        linear = linear.with_mins()
     half = 2 ** (linear.scheme.bits - 1)
     # A symmetric scheme's zero is implied: 2- and 3-bit codes move up to stand around it.
     shift = HALF - half if scheme.symmetric else 0
@@ -50,7 +56,16 @@ def as_stored(name: str, linear: Linear, scheme: QuantScheme | None, dtype: torc
         zeros=_regrouped(linear.zeros + shift if shift else linear.zeros, linear, scheme.group),
         scheme=scheme,
         bias=linear.bias,
+        mins=None if linear.mins is None else _regrouped(_in(dtype, name, linear.mins), linear, scheme.group),
+        order=linear.order,
     )
+
+
+def _in(dtype: torch.dtype, name: str, mins: Tensor) -> Tensor:
+    stored = mins.to(dtype)
+    if not bool(torch.isfinite(stored).all()):
+        raise CheckpointError(f"{name}: a group's minimum is beyond {dtype}")
+    return stored
 
 
 def _regrouped(values: Tensor, linear: QuantLinear, group: int) -> Tensor:

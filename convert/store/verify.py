@@ -11,8 +11,7 @@ from torch import Tensor
 from turbomill import console
 from turbomill.convert.checkpoint import Checkpoint
 from turbomill.convert.linear import DenseLinear, Linear, QuantLinear, storable_scales
-from turbomill.convert.models.base import Fusion
-from turbomill.convert.store.fuse import join
+from turbomill.convert.store.back import StoreCheckpoint, norm_names, plain_names
 from turbomill.convert.store.reader import Store
 
 MOST_NAMES = 5
@@ -52,7 +51,7 @@ def check_chat_template(store: Store) -> Check:
 
 
 def check_tensors_against(store: Store, checkpoint: Checkpoint) -> Check:
-    """Every tensor unpacked and compared bit by bit with the checkpoint's.
+    """Every tensor taken out of the store again and compared bit by bit with the checkpoint's.
 
     Two things are not bits: fp32 scales, which the store narrows to fp16, and what the store keeps dense of a
     quantized checkpoint, which is rounded to the store's dtype. They are compared after the same rounding.
@@ -63,12 +62,16 @@ def check_tensors_against(store: Store, checkpoint: Checkpoint) -> Check:
         return Check("tensors", False, f"the store is a {other}, {checkpoint.path} a {arch.name}")
     if store.model != arch.model_config(checkpoint.config):
         return Check("tensors", False, f"the store's sizes are not those of {checkpoint.path}")
-    layers = arch.num_layers(checkpoint.config)
     differing, seen = [], 0
-    with console.progress("comparing layers", layers + 1) as task:
-        for index in range(-1, layers):
-            pairs = _other_pairs(store, checkpoint) if index < 0 else _layer_pairs(store, checkpoint, index)
-            for name, ours, theirs in pairs:
+    back = StoreCheckpoint(store)
+    linears = arch.linear_prefixes(checkpoint.config)
+    with console.progress("comparing linears", len(linears)) as task:
+        for name, ours, theirs in _other_pairs(back, checkpoint):
+            seen += 1
+            if not torch.equal(ours, theirs):
+                differing.append(name)
+        for prefix in linears:
+            for name, ours, theirs in _linear_pairs(prefix, back.linear(prefix), checkpoint.linear(prefix)):
                 seen += 1
                 if not torch.equal(ours, theirs):
                     differing.append(name)
@@ -83,65 +86,31 @@ def check_tensors_against(store: Store, checkpoint: Checkpoint) -> Check:
 Pairs = Iterator[tuple[str, Tensor, Tensor]]  # a name, the store's values and the checkpoint's
 
 
-def _other_pairs(store: Store, checkpoint: Checkpoint) -> Pairs:
-    """What belongs to no layer."""
-    arch, config = checkpoint.arch, checkpoint.config
-    yield "tok_embeddings", store.tensor("tok_embeddings.weight"), checkpoint.tensor(arch.embedding)
-    yield "norm", store.tensor("norm.weight"), _norm(checkpoint, arch.final_norm)
+def _other_pairs(back: StoreCheckpoint, checkpoint: Checkpoint) -> Pairs:
+    """What belongs to no linear, as the store holds it: norms with their offset, the head as it is used."""
+    arch, config, store = checkpoint.arch, checkpoint.config, back.store
     for name, table in {"rope": arch.rope_inv_freq(config), **arch.rope_tables(config)}.items():
         yield name, store.tensor(f"{name}.inv_freq"), table
-    if not checkpoint.tied:
-        head = checkpoint.tensor(arch.head)
-        change = arch.head_transform
-        yield "output", store.tensor("output.weight"), head if change is None else change(head)
+    norms = norm_names(arch, config) if arch.norm_offset else set()
+    for name, stored in plain_names(arch, config, checkpoint.tied).items():
+        theirs = checkpoint.tensor(name)
+        if name in norms:
+            theirs = theirs.float() + arch.norm_offset
+        elif name == arch.head and arch.head_transform:
+            theirs = arch.head_transform(theirs)
+        yield name, store.tensor(stored), theirs
 
 
-def _layer_pairs(store: Store, checkpoint: Checkpoint, index: int) -> Pairs:
-    """Layer `index`: norms, dense matrices, and each fused linear, expert by expert."""
-    arch, config = checkpoint.arch, checkpoint.config
-    prefix = arch.layer(index)
-    for source, name in {**arch.norms, **arch.head_norms}.items():
-        full = f"layers.{index}.{name}"
-        yield full, store.tensor(f"{full}.weight"), _norm(checkpoint, f"{prefix}{source}.weight")
-    for source, (name, _) in arch.matrices(config, index).items():
-        full = f"layers.{index}.{name}"
-        yield full, store.tensor(f"{full}.weight"), checkpoint.tensor(f"{prefix}{source}.weight")
-    for fusion in arch.fusions_of(config, index):
-        name = f"layers.{index}.{fusion.name}"
-        for expert in range(arch.num_experts(config)) if fusion.of_experts else [None]:
-            ours = store.linear(name, expert)
-            parts = [checkpoint.linear(prefix + part) for part in fusion.names(expert or 0)]
-            full = name if expert is None else f"{name} of expert {expert}"
-            yield full, ours.dequantize(), _weights(checkpoint, fusion, parts, ours)
-            if ours.bias is not None:
-                yield f"{full}.bias", ours.bias.float(), _bias(checkpoint, fusion, parts)
-
-
-def _norm(checkpoint: Checkpoint, name: str) -> Tensor:
-    weight, offset = checkpoint.tensor(name), checkpoint.arch.norm_offset
-    return weight.float() + offset if offset else weight
-
-
-def _weights(checkpoint: Checkpoint, fusion: Fusion, parts: list[Linear], stored: Linear) -> Tensor:
-    """The checkpoint's weight of a fused linear, fp32 [N, K]."""
-    values = []
-    for part in parts:
-        if isinstance(part, QuantLinear) and isinstance(stored, QuantLinear):
-            narrow = storable_scales(fusion.name, part.scales).to(stored.scales.dtype)
-            part = replace(part, scales=narrow)
-        value = part.dequantize()
-        values.append(value.to(stored.weight.dtype).float() if isinstance(stored, DenseLinear) else value)
-    return _in_order(checkpoint, fusion, join(values, 0, fusion.interleave))
-
-
-def _bias(checkpoint: Checkpoint, fusion: Fusion, parts: list[Linear]) -> Tensor:
-    """fp32 [N]; zeros where only another part has one."""
-    values = [torch.zeros(part.shape[1]) if part.bias is None else part.bias.float() for part in parts]
-    return _in_order(checkpoint, fusion, join(values, 0, fusion.interleave))
-
-
-def _in_order(checkpoint: Checkpoint, fusion: Fusion, values: Tensor) -> Tensor:
-    return values if fusion.order is None else values[fusion.order(checkpoint.config)]
+def _linear_pairs(prefix: str, ours: Linear, theirs: Linear) -> Pairs:
+    if isinstance(ours, QuantLinear) and isinstance(theirs, QuantLinear):
+        theirs = replace(theirs, scales=storable_scales(prefix, theirs.scales).to(ours.scales.dtype))
+    value = theirs.dequantize()
+    if isinstance(ours, DenseLinear):
+        value = value.to(ours.weight.dtype).float()
+    yield prefix, ours.dequantize(), value
+    if ours.bias is not None:
+        none = torch.zeros(ours.shape[1])
+        yield f"{prefix}.bias", ours.bias.float(), none if theirs.bias is None else theirs.bias.float()
 
 
 def _some(names: list[str]) -> str:

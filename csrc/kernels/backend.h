@@ -67,6 +67,13 @@ class Backend {
     // out [T, I] = silu(gate) * up; gate_up [T, 2 I] interleaved by 8
     virtual void silu_gate(Buffer& gate_up, Buffer& out) = 0;
 
+    // The linear of a gate and what follows it: out [T, I] = silu(gate) * up of gate_up = x w^T. A backend
+    // that does both at once leaves gate_up [T, 2 I] alone.
+    virtual void silu_gated_linear(const Linear& w, Buffer& x, Buffer& gate_up, Buffer& out) {
+        linear(w, x, gate_up);
+        silu_gate(gate_up, out);
+    }
+
     // What only some models need (ModelConfig's variants). A backend overrides what it supports, and refuses
     // the other variants when it is made: see require_known_variants.
 

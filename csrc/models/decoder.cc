@@ -42,8 +42,12 @@ void Decoder::queue(BatchData& batch) {
         if (layer.moe) {
             b.moe(*layer.moe, *normed_, *delta_);
         } else {
-            b.linear(layer.gate_up, *normed_, *gate_up_);
-            gelu_ ? b.gelu_gate(*gate_up_, *hidden_) : b.silu_gate(*gate_up_, *hidden_);
+            if (gelu_) {
+                b.linear(layer.gate_up, *normed_, *gate_up_);
+                b.gelu_gate(*gate_up_, *hidden_);
+            } else {
+                b.silu_gated_linear(layer.gate_up, *normed_, *gate_up_, *hidden_);
+            }
             b.linear(layer.down, *hidden_, *delta_);
         }
         if (!layer.post_ffn_norm.empty()) b.rms_norm(*delta_, layer.post_ffn_norm, *delta_);

@@ -16,6 +16,7 @@
 #include "kernels/sampling.h"
 #include "python/edit_fields.h"
 #include "python/register.h"
+#include "store/expand.h"
 
 namespace turbomill::python {
 
@@ -52,9 +53,8 @@ Floats dense_linear(const Floats& x, const py::array& w, const std::string& dtyp
     return run_linear(linear, x, isa, threads);
 }
 
-Floats w4_linear(const Floats& x, const Bytes& codes, const Bits16& scales,
-                 const std::optional<Bits16>& zeros, int n, int k, const std::string& dtype,
-                 const std::string& isa, int threads) {
+Linear w4_of(const Bytes& codes, const Bits16& scales, const std::optional<Bits16>& zeros, int n, int k,
+             const std::string& dtype, const std::optional<Bits16>& mins, const std::vector<int>& order) {
     require(codes.ndim() == 5 && scales.ndim() == 3,
             "codes must be [N/64, K/64, 4, 32, 16], scales [N/64, G, 64]");
     Linear linear;
@@ -63,11 +63,29 @@ Floats w4_linear(const Floats& x, const Bytes& codes, const Bits16& scales,
     linear.codes = codes.data();
     linear.scales = scales.data();
     linear.zeros = zeros ? zeros->data() : nullptr;
+    linear.mins = mins ? mins->data() : nullptr;
+    linear.order = order;
     linear.dtype = parse_dtype(dtype);
     linear.k_tiles = int(codes.shape(1));
     linear.groups = int(scales.shape(1));
     linear.group = linear.k_tiles * 64 / linear.groups;
-    return run_linear(linear, x, isa, threads);
+    return linear;
+}
+
+Floats w4_linear(const Floats& x, const Bytes& codes, const Bits16& scales,
+                 const std::optional<Bits16>& zeros, int n, int k, const std::string& dtype,
+                 const std::string& isa, int threads, const std::optional<Bits16>& mins,
+                 const std::vector<int>& order) {
+    return run_linear(w4_of(codes, scales, zeros, n, k, dtype, mins, order), x, isa, threads);
+}
+
+// The weight [N, K] that w4 codes and what is beside them stand for.
+Floats w4_expand(const Bytes& codes, const Bits16& scales, const std::optional<Bits16>& zeros, int n, int k,
+                 const std::string& dtype, const std::optional<Bits16>& mins, const std::vector<int>& order) {
+    const std::vector<float> values = expand(w4_of(codes, scales, zeros, n, k, dtype, mins, order));
+    Floats out({n, k});
+    std::copy(values.begin(), values.end(), out.mutable_data());
+    return out;
 }
 
 Floats rms_norm(const Floats& x, const Floats& w, float eps, const std::string& isa) {
@@ -219,7 +237,10 @@ void register_kernels(py::module_& parent) {
           py::arg("bias") = std::vector<float>(), py::arg("isa") = "", py::arg("threads") = 1);
     m.def("w4_linear", &w4_linear, py::arg("x"), py::arg("codes"), py::arg("scales"), py::arg("zeros"),
           py::arg("n"), py::arg("k"), py::arg("dtype") = "float16", py::arg("isa") = "",
-          py::arg("threads") = 1);
+          py::arg("threads") = 1, py::arg("mins") = std::nullopt, py::arg("order") = std::vector<int>());
+    m.def("w4_expand", &w4_expand, py::arg("codes"), py::arg("scales"), py::arg("zeros"), py::arg("n"),
+          py::arg("k"), py::arg("dtype") = "float16", py::arg("mins") = std::nullopt,
+          py::arg("order") = std::vector<int>());
     m.def("rms_norm", &rms_norm, py::arg("x"), py::arg("w"), py::arg("eps"), py::arg("isa") = "");
     m.def("rope", &rope, py::arg("x"), py::arg("cos"), py::arg("sin"), py::arg("isa") = "");
     m.def("silu_gate", &silu_gate, py::arg("gate_up"), py::arg("isa") = "");

@@ -81,7 +81,7 @@ Floats dense_linear(const Floats& x, const Floats& w, const Floats& bias, const 
     return y.array({rows, n});
 }
 
-// `way`: "in_place", "as_dense", "fused" with `plan`, or "" for the one that the engine takes.
+// `way`: "in_place", "as_dense", "fused" or "gated" with `plan`, or "" for the one that the engine takes.
 Floats w4_linear(const Floats& x, const Bytes& codes, const Bits16& scales,
                  const std::optional<Bits16>& zeros, int n, int k, const Floats& bias,
                  const std::string& dtype, const std::string& scale_dtype, const std::string& out_dtype,
@@ -90,9 +90,10 @@ Floats w4_linear(const Floats& x, const Bytes& codes, const Bits16& scales,
     require(codes.ndim() == 5 && scales.ndim() == 3,
             "codes must be [N/64, K/64, 4, 32, 16], scales [N/64, G, 64]");
     require(x.ndim() == 2 && x.shape(1) == k, "x must be [M, K]");
+    const int columns = way == "gated" ? n / 2 : n;
     const int rows = int(x.shape(0)), k_tiles = int(codes.shape(1)), groups = int(scales.shape(1));
     const DeviceArray input(x, type), code_bytes(codes.data(), codes.nbytes()),
-        scale_bytes(scales.data(), scales.nbytes()), biases(bias, DType::F32), y(out, size_t(rows) * n);
+        scale_bytes(scales.data(), scales.nbytes()), biases(bias, DType::F32), y(out, size_t(rows) * columns);
     const std::optional<DeviceArray> zero_bytes =
         zeros ? std::make_optional<DeviceArray>(zeros->data(), zeros->nbytes()) : std::nullopt;
     cuda::DeviceLinear linear;
@@ -113,6 +114,10 @@ Floats w4_linear(const Floats& x, const Bytes& codes, const Bits16& scales,
         run.w4_in_place(linear, input.as<void>(), rows, y.as<void>(), out);
     } else if (way == "as_dense") {
         run.w4_as_dense(linear, input.as<void>(), rows, y.as<void>(), out);
+    } else if (way == "gated") {
+        require(plan.has_value(), "the fused kernels need a plan");
+        cuda::w4_fused(type, out, linear.w4, input.as<void>(), linear.bias, y.as<void>(), rows,
+                       plan_of(*plan), 132, false, nullptr, true);
     } else if (way == "fused") {
         require(plan && cuda::w4_fused_fits(type, linear.w4, input.as<void>()),
                 "the fused kernels do not fit here, or there is no plan");
@@ -120,11 +125,11 @@ Floats w4_linear(const Floats& x, const Bytes& codes, const Bits16& scales,
     } else {
         run(linear, input.as<void>(), rows, y.as<void>(), out);
     }
-    return y.array({rows, n});
+    return y.array({rows, columns});
 }
 
 // `count` products one after the other, each with the result of the last: x, then W x, W W x, ... of a square
-// W.
+// W. By the plan for overlapping launches either way: another one may add in another order.
 Floats w4_chain(const Floats& x, const Bytes& codes, const Bits16& scales, int count,
                 const std::string& dtype, bool overlap) {
     const DType type = parse_dtype(dtype);
@@ -144,8 +149,13 @@ Floats w4_chain(const Floats& x, const Bytes& codes, const Bits16& scales, int c
                  k / groups};
     cuda::LinearRunner run(type, size_t(k) * k, nullptr);
     run.set_overlap(overlap);
+    int device = 0, multiprocessors = 0;
+    check(cudaGetDevice(&device), "cudaGetDevice");
+    check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device), "chain");
+    const cuda::W4Plan plan = cuda::choose_w4_plan(k, k, rows, multiprocessors, true);
     for (int i = 0; i < count; ++i)
-        run(linear, (i % 2 ? second : first).as<void>(), rows, (i % 2 ? first : second).as<void>(), type);
+        run.w4_fused(linear, (i % 2 ? second : first).as<void>(), rows, (i % 2 ? first : second).as<void>(),
+                     type, plan);
     return (count % 2 ? second : first).array({rows, k});
 }
 
@@ -165,8 +175,8 @@ class AttentionCase {
         model_.head_dim = head_dim;
         model_.intermediate_size = 8;
         config_.device = "cuda";
-        config_.session_len = tokens;
-        config_.max_prefill_token_num = tokens * sequences;
+        config_.session_len = ceil_div(tokens, block_len) * block_len;
+        config_.max_prefill_token_num = config_.session_len * sequences;
         config_.max_batch_size = sequences + 7;  // so that steps of decodes are padded
         config_.block_len = block_len;
         config_.cache_block_count = sequences * ceil_div(tokens, block_len);
@@ -179,6 +189,7 @@ class AttentionCase {
         weights_.embedding.dense = embedding_.data();
         weights_.output = weights_.embedding;
         backend_.emplace(model_, config_, weights_, inv_freq);
+        poison_cache();
     }
 
     // Attention outputs of rows [context, T) of qkv [T, (Nq + 2 Nkv) D], which come in chunks of at most
@@ -219,6 +230,26 @@ class AttentionCase {
     int rows_of(const Floats& qkv) const {
         require(qkv.ndim() == 2 && qkv.shape(1) == model_.qkv_dim(), "qkv must be [T, (Nq + 2 Nkv) D]");
         return int(qkv.shape(0));
+    }
+
+    // What is left of other sequences in blocks must not matter: here, NaN.
+    void poison_cache() {
+        BatchData batch;
+        const int blocks = config_.session_len / config_.block_len;
+        for (int first = 0; first < config_.cache_block_count; first += blocks) {
+            Slice slice;
+            slice.length = config_.session_len;
+            slice.tokens.assign(slice.length, 0);
+            for (int b = 0; b < blocks; ++b) slice.blocks.push_back(first + b);
+            batch.slices.push_back(std::move(slice));
+        }
+        const auto x = backend_->allocate(batch.tokens(), model_.qkv_dim());
+        check(cudaMemset(x->data(), 0xff, size_t(batch.tokens()) * model_.qkv_dim() * dtype_bytes(type_)),
+              "poison");
+        check(cudaDeviceSynchronize(), "poison");
+        backend_->begin_step(batch);
+        backend_->rope_and_cache(0, *x);
+        backend_->synchronize();
     }
 
     // Runs rows [begins[i], ends[i]) of each sequence.

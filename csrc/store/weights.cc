@@ -159,6 +159,20 @@ void Weights::require_shape(const TensorRef& tensor, const std::string& layout,
         fail(tensor.name + ": shape " + shape_text(tensor.shape) + ", expected " + shape_text(shape));
 }
 
+std::vector<int> Weights::permutation(const std::string& name, int length) {
+    const TensorRef& tensor = find(name);
+    require_shape(tensor, "vector", {length});
+    if (tensor.dtype != DType::I32) fail(name + ": must be int32");
+    std::vector<int> out(length);
+    std::memcpy(out.data(), view(tensor), tensor.nbytes);
+    std::vector<bool> seen(length);
+    for (const int i : out) {
+        if (i < 0 || i >= length || seen[i]) fail(name + ": is not a permutation");
+        seen[i] = true;
+    }
+    return out;
+}
+
 std::vector<float> Weights::vector(const std::string& name, int length) {
     const TensorRef& tensor = find(name);
     require_shape(tensor, "vector", {length});
@@ -179,7 +193,8 @@ std::vector<float> Weights::vector(const std::string& name, int length) {
                 out[i] = bf16_to_float(half);
                 break;
             case DType::U8:
-                fail(name + ": a vector of bytes");
+            case DType::I32:
+                fail(name + ": a vector of whole numbers");
         }
     }
     return out;
@@ -241,11 +256,19 @@ std::vector<Linear> Weights::linears(const std::string& prefix, int count, bool 
     }
     spread(codes, &Linear::codes);
     spread(scales, &Linear::scales);
-    if (tensors_.count(prefix + ".zeros")) {
-        const TensorRef& zeros = find(prefix + ".zeros");
-        require_shape(zeros, "group.n64", shaped({n_tiles, groups, kTile}));
-        if (zeros.dtype != scales.dtype) fail(zeros.name + ": dtype differs from the scales'");
-        spread(zeros, &Linear::zeros);
+    const auto beside = [&](const std::string& kind, auto field) {
+        if (!tensors_.count(prefix + kind)) return;
+        const TensorRef& tensor = find(prefix + kind);
+        require_shape(tensor, "group.n64", shaped({n_tiles, groups, kTile}));
+        if (tensor.dtype != scales.dtype) fail(tensor.name + ": dtype differs from the scales'");
+        spread(tensor, field);
+    };
+    beside(".zeros", &Linear::zeros);
+    beside(".mins", &Linear::mins);
+    if (out[0].zeros && out[0].mins) fail(prefix + ": has both zeros and mins");
+    if (tensors_.count(prefix + ".order")) {
+        if (stacked) fail(prefix + ".order: experts have no order");
+        out[0].order = permutation(prefix + ".order", k);
     }
     return out;
 }

@@ -46,11 +46,16 @@ struct Linear {
     const uint8_t* codes = nullptr;  // [N/64, K/64, 2048]
     const void* scales = nullptr;    // [N/64, G, 64] in `dtype`, pair order
     const void* zeros = nullptr;     // as scales; null means 8
+    const void* mins = nullptr;      // as scales, or null: what is added to code * scale, in place of zeros
     DType dtype = DType::F32;
     int group = 0;            // rows of K that share a scale
     int k_tiles = 0;          // K/64 as stored
     int groups = 0;           // G as stored
     std::vector<float> bias;  // [N] or empty
+    std::vector<int> order;   // [K] the input that each column of the codes meets, or empty: its own
+
+    // Whether a backend whose 4-bit kernels know whole zeros and inputs in order must expand the weight.
+    bool plain_only() const { return mins || !order.empty(); }
 };
 
 // A mixture of experts. The experts of one linear lie one after the other, each laid out as a linear of its
@@ -96,6 +101,7 @@ class Weights {
     const TensorRef& find(const std::string& name) const;
     const uint8_t* view(const TensorRef& tensor);
     std::vector<float> vector(const std::string& name, int length);
+    std::vector<int> permutation(const std::string& name, int length);
     Linear linear(const std::string& prefix, int n, int k);
     // The experts of a linear, stacked along a leading dimension.
     std::vector<Linear> experts(const std::string& prefix, int count, int n, int k);

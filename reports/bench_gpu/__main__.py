@@ -23,6 +23,7 @@ def main() -> None:
     parser.add_argument("--sections", default=",".join(SECTIONS), help="which, by commas")
     parser.add_argument("--dtypes", default="float16,bfloat16", help="of linears")
     parser.add_argument("--engines", default="w4:0,w4:8,w4:4,fp16:0", help="WEIGHTS:KV-BITS, by commas")
+    parser.add_argument("--workloads", default=",".join(end_to_end.WORKLOADS), help="of engines, by commas")
     parser.add_argument("--repeats", type=int, default=9, help="graph replays a kernel's median is of")
     parser.add_argument("--runs", type=int, default=3, help="runs an engine's median is of")
     arguments = parser.parse_args()
@@ -54,7 +55,8 @@ def main() -> None:
                     if engine.partition(":")[0] != weights:
                         continue
                     bits = int(engine.partition(":")[2])
-                    run = end_to_end.measure(model, bits, "cuda:0", arguments.runs)
+                    workloads = arguments.workloads.split(",")
+                    run = end_to_end.measure(model, bits, "cuda:0", arguments.runs, workloads)
                     name = f"turbomill {weights}, KV {f'int{bits}' if bits else '16'}"
                     results["end_to_end"].append({"run": name} | run)
                     arguments.out.write_text(json.dumps(results, indent=1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from turbomill import _core
 from turbomill.reports.bench_gpu.random_model import RandomModel
 
 OFFLINE = Path(__file__).with_name("offline500.json")
+WORKLOADS = ("stream", "16", "64", "256", "prefill", "offline")
 
 
 class Engine:
@@ -68,7 +70,9 @@ class Engine:
         return time.perf_counter() - start
 
 
-def measure(model: RandomModel, quant_policy: int, device: str, runs: int) -> dict[str, Any]:
+def measure(
+    model: RandomModel, quant_policy: int, device: str, runs: int, workloads: Sequence[str] = WORKLOADS
+) -> dict[str, Any]:
     """The peers' workloads; medians of `runs` runs after a short one (offline: one run)."""
     engine = Engine(model, quant_policy, device)
 
@@ -77,15 +81,21 @@ def measure(model: RandomModel, quant_policy: int, device: str, runs: int) -> di
         return float(np.median([engine.run(lengths) for _ in range(runs)]))
 
     result: dict[str, Any] = {}
-    result["single_stream_decode_tok_s"] = 511 / (median([(128, 512)]) - median([(128, 1)]))
-    for streams in (16, 64, 256):
-        seconds = median([(512, 256)] * streams)
-        result[f"b{streams}"] = {"out_tok_s": streams * 256 / seconds}
-    result["prefill"] = {"prompt_tok_s": 8 * 4096 / median([(4096, 1)] * 8)}
-    lengths = [tuple(pair) for pair in json.loads(OFFLINE.read_text())["lengths"]]
-    seconds = engine.run(lengths)
-    new_tokens = sum(new for _, new in lengths)
-    result["offline"] = {"req_s": len(lengths) / seconds, "out_tok_s": new_tokens / seconds}
+    for workload in workloads:
+        if workload == "stream":
+            seconds = median([(128, 512)]) - median([(128, 1)])
+            result["single_stream_decode_tok_s"] = 511 / seconds
+        elif workload == "prefill":
+            result["prefill"] = {"prompt_tok_s": 8 * 4096 / median([(4096, 1)] * 8)}
+        elif workload == "offline":
+            lengths = [tuple(pair) for pair in json.loads(OFFLINE.read_text())["lengths"]]
+            seconds = engine.run(lengths)
+            new_tokens = sum(new for _, new in lengths)
+            result["offline"] = {"req_s": len(lengths) / seconds, "out_tok_s": new_tokens / seconds}
+        else:
+            streams = int(workload)
+            seconds = median([(512, 256)] * streams)
+            result[f"b{streams}"] = {"out_tok_s": streams * 256 / seconds}
     metrics = engine.engine.metrics()
     result["metrics"] = metrics.to_dict()
     engine.engine.close()

@@ -10,12 +10,16 @@ from gguf import GGMLQuantizationType as Q
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from turbomill.convert.checkpoint import open_checkpoint
+from turbomill.convert.linear import QuantLinear, QuantScheme
 from turbomill.convert.reference import load_dense_model, write_hf
+from turbomill.convert.store import convert_checkpoint
+from turbomill.convert.store.verify import check_tensors_against
 from turbomill.errors import CheckpointError, UnsupportedModelError
 
 HIDDEN, INTER, HEADS, KV, DIM, VOCAB = 256, 256, 4, 2, 64, 64
 QUANTIZABLE = [Q.F32, Q.F16, Q.BF16, Q.Q8_0, Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1]
-K_QUANTS = [Q.Q2_K, Q.Q3_K, Q.Q4_K, Q.Q5_K, Q.Q6_K]
+# Types that the library only decodes.
+DECODED = [kind for kind in gguf.quants._type_traits if kind not in QUANTIZABLE]
 
 
 def permute(weight: torch.Tensor, heads: int) -> torch.Tensor:
@@ -30,21 +34,23 @@ def permute(weight: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def encode(values: torch.Tensor, kind: Q) -> np.ndarray:
-    """Quantize, or where the library only reads a type, draw blocks of it with small finite scales."""
+    """Quantize, or where the library only reads a type, draw blocks of it."""
     array = values.numpy().astype(np.float32)
     if kind == Q.F32:
         return array
     if kind == Q.F16:
         return array.astype(np.float16)
-    if kind not in K_QUANTS:
+    if kind in QUANTIZABLE:
         return gguf.quants.quantize(array, kind)
     block, size = gguf.GGML_QUANT_SIZES[kind]
-    rng = np.random.default_rng(0)
-    blocks = rng.integers(0, 256, (array.size // block, size), dtype=np.uint8)
-    scales = {Q.Q2_K: (80, 82), Q.Q3_K: (108,), Q.Q4_K: (0, 2), Q.Q5_K: (0, 2), Q.Q6_K: (208,)}[kind]
-    for at in scales:  # fp16 super-block scales
-        blocks[:, at : at + 2] = np.full((len(blocks), 1), 0.01, np.float16).view(np.uint8)
-    return blocks.reshape(*array.shape[:-1], -1)
+    rng, count = np.random.default_rng(0), array.size // block
+    blocks = np.empty((0, size), np.uint8)
+    while len(blocks) < count:  # random bytes, where they stand for numbers of a sane size
+        drawn = rng.integers(0, 256, (4 * count, size), dtype=np.uint8)
+        with np.errstate(all="ignore"):
+            values = gguf.quants.dequantize(drawn, kind)
+        blocks = np.concatenate([blocks, drawn[(np.abs(values) < 1000).all(1)]])
+    return blocks[:count].reshape(*array.shape[:-1], -1)
 
 
 def write_gguf(path: Path, model: LlamaForCausalLM, kind: Q, **extra) -> dict[str, np.ndarray]:
@@ -119,7 +125,7 @@ def tiny_model(**fields) -> LlamaForCausalLM:
     return model
 
 
-@pytest.mark.parametrize("kind", QUANTIZABLE + K_QUANTS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", QUANTIZABLE + DECODED, ids=lambda kind: kind.name)
 def test_every_type_reads_as_the_library_decodes_it(tmp_path, kind):
     model = tiny_model()
     encoded = write_gguf(tmp_path / "m.gguf", model, kind)
@@ -192,8 +198,9 @@ def test_linear_and_llama3_rope_survive(tmp_path):
 def test_other_variants_are_refused(tmp_path):
     model = tiny_model()
     for extra, words in (
-        ({"llama.expert_count": 8}, "mixture-of-experts"),
-        ({"llama.rope.scaling.type": "yarn"}, "rope.scaling.type yarn"),
+        ({"llama.rope.scaling.type": "ntk"}, "rope.scaling.type ntk"),
+        ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.yarn_ext_factor": 0.5}, "yarn_ext_factor"),
+        ({"llama.attention.value_length": 32}, "keys and values of different lengths"),
     ):
         write_gguf(tmp_path / "m.gguf", model, Q.F32, **extra)
         with pytest.raises(UnsupportedModelError, match=words):
@@ -204,25 +211,212 @@ def test_other_variants_are_refused(tmp_path):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(UnsupportedModelError, match="GGUF architecture mamba"):
+    with pytest.raises(
+        UnsupportedModelError, match="GGUF architecture mamba is not supported; supported: llama"
+    ):
         open_checkpoint(tmp_path / "other.gguf")
+
+
+def test_yarn_survives(tmp_path):
+    parameters = {
+        "rope_type": "yarn",
+        "rope_theta": 5e5,
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }
+    model = tiny_model(rope_parameters=parameters)
+    extra = {
+        "llama.rope.scaling.type": "yarn",
+        "llama.rope.scaling.factor": 4.0,
+        "llama.rope.scaling.original_context_length": 32,
+    }
+    write_gguf(tmp_path / "m.gguf", model, Q.F32, **extra)
+    checkpoint = open_checkpoint(tmp_path / "m.gguf")
+    inv_freq, factor = checkpoint.arch.rope(checkpoint.config)
+    torch.testing.assert_close(inv_freq, model.model.rotary_emb.inv_freq, rtol=1e-6, atol=0)
+    assert factor == pytest.approx(model.model.rotary_emb.attention_scaling)
+
+
+@pytest.mark.parametrize("kind", [Q.Q4_0, Q.Q4_1], ids=lambda kind: kind.name)
+def test_4_bit_blocks_become_codes_without_rounding(tmp_path, kind):
+    """In the canonical linear and in the store, what the library decodes, to the last bit."""
+    model = tiny_model(num_key_value_heads=4, attention_bias=True)
+    with torch.no_grad():
+        up = model.model.layers[0].mlp.up_proj.weight
+        up[0] = 0.37  # a range of nothing: Q4_1's scale is 0
+        up[1, :32] = -0.25
+        up[2] *= 1e-5  # scales below fp16's normal numbers
+        up[3] = up[3].abs()
+    encoded = write_gguf(tmp_path / "m.gguf", model, kind)
+    checkpoint = open_checkpoint(tmp_path / "m.gguf")
+    assert checkpoint.scheme == QuantScheme(4, 32, kind == Q.Q4_0, kind == Q.Q4_1)
+    expected = {}
+    for name in checkpoint.arch.linear_prefixes(checkpoint.config):
+        values = torch.from_numpy(np.array(gguf.quants.dequantize(encoded[f"{name}.weight"], kind)))
+        linear = checkpoint.linear(name)
+        assert isinstance(linear, QuantLinear) and linear.scales.dtype == torch.float16
+        expected[name.rpartition(".")[2]] = linear.dequantize()
+        turned = permute(linear.dequantize(), HEADS) if "q_proj" in name or "k_proj" in name else None
+        assert torch.equal(linear.dequantize() if turned is None else turned, values), name
+    scales = checkpoint.linear("model.layers.0.mlp.up_proj").scales
+    assert kind == Q.Q4_0 or (scales[:, 0] == 0).all()
+    store = convert_checkpoint(tmp_path / "m.gguf", tmp_path / "store")
+    assert store.manifest["format_version"] == (2 if kind == Q.Q4_1 else 1)
+    qkv = torch.cat([expected[f"{part}_proj"] for part in "qkv"])
+    assert torch.equal(store.linear("layers.0.w_qkv").dequantize(), qkv)
+    pair = torch.stack([expected[f"{part}_proj"].unflatten(0, (-1, 8)) for part in ("gate", "up")], 1)
+    assert torch.equal(store.linear("layers.0.w_gate_up").dequantize(), pair.flatten(0, 2))
+    assert torch.equal(store.linear("layers.0.w_down").dequantize(), expected["down_proj"])
+    beside = {"scales", "mins"} if kind == Q.Q4_1 else {"scales"}
+    found = {name.rpartition(".")[2] for name in store.tensors if name.startswith("layers.0.w_down.")}
+    assert found == {"qweight"} | beside
+    assert check_tensors_against(store, checkpoint).ok
+    dense = convert_checkpoint(tmp_path / "m.gguf", tmp_path / "dense", dense=True)
+    assert dense.scheme is None
+    assert torch.equal(dense.linear("layers.0.w_down").weight, expected["down_proj"].half())
+
+
+def test_a_split_model_is_one(tmp_path):
+    """llama.cpp's gguf-split: the first file has the metadata, all have tensors."""
+    model = tiny_model(num_hidden_layers=2)
+    write_gguf(tmp_path / "whole.gguf", model, Q.Q8_0)
+    whole = gguf.GGUFReader(tmp_path / "whole.gguf")
+    files = [tmp_path / f"a model-0000{i + 1}-of-00003.gguf" for i in range(3)]
+    for index, file in enumerate(files):
+        writer = gguf.GGUFWriter(file, "llama")
+        if index == 0:
+            for field in whole.fields.values():
+                if field.name.startswith("llama.") or field.name.startswith("tokenizer."):
+                    writer.add_key_value(field.name, field.contents(), field.types[0])
+        writer.add_uint16("split.no", index)
+        writer.add_uint16("split.count", 3)
+        for tensor in whole.tensors[index::3]:
+            writer.add_tensor(tensor.name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    one, split = open_checkpoint(tmp_path / "whole.gguf"), open_checkpoint(files[0])
+    assert split.weight_files() == files and sorted(split.names()) == sorted(one.names())
+    assert split.config == one.config
+    assert all(torch.equal(split.tensor(name), one.tensor(name)) for name in one.names())
+    with pytest.raises(CheckpointError, match="one of 3 files of a split model; give the first"):
+        open_checkpoint(files[1])
+    files[2].unlink()
+    with pytest.raises(CheckpointError, match=f"{files[2].name}: missing"):
+        open_checkpoint(files[0])
+
+
+def test_a_tokenizer_beside_the_file_is_used(tmp_path):
+    """For architectures whose metadata transformers cannot turn into a tokenizer."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    write_gguf(tmp_path / "m.gguf", tiny_model(), Q.Q8_0)
+    with pytest.raises(CheckpointError, match=r"put the model's tokenizer\.json") as error:
+        open_checkpoint(tmp_path / "m.gguf").tokenizer()
+    assert "\n" not in str(error.value)
+    words = Tokenizer(models.WordLevel({"hello": 0, "there": 1, "?": 2}, unk_token="?"))
+    fast = PreTrainedTokenizerFast(tokenizer_object=words)
+    fast.chat_template = "{{ messages[0]['content'] }}"
+    fast.save_pretrained(tmp_path)
+    (tmp_path / "diary.txt").write_text("not the model's")
+    assert open_checkpoint(tmp_path / "m.gguf").tokenizer().get_vocab()["there"] == 1
+    store = convert_checkpoint(tmp_path / "m.gguf", tmp_path / "store")
+    assert store.manifest["tokenizer"]["chat_template"] and store.tokenizer().get_vocab()["hello"] == 0
+    assert not (tmp_path / "store" / "diary.txt").exists()
+
+
+def refused(path: Path, content: bytes, words: str) -> None:
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=words) as error:
+        open_checkpoint(path)
+    assert str(path) in str(error.value) and "\n" not in str(error.value)
 
 
 def test_damaged_files_are_one_line_errors(tmp_path):
     path = tmp_path / "m.gguf"
     write_gguf(path, tiny_model(), Q.Q8_0)
     whole = path.read_bytes()
-    for cut in (0, 3, 4, 20, 200, 1000, len(whole) // 2, len(whole) - 40):
-        path.write_bytes(whole[:cut])
-        with pytest.raises(CheckpointError) as error:
-            open_checkpoint(path)
-        assert str(path) in str(error.value) and "\n" not in str(error.value)
-    path.write_bytes(b"GGML" + whole[4:])
-    with pytest.raises(CheckpointError, match="magic"):
-        open_checkpoint(path)
-    path.write_bytes(whole[:8] + (2**60).to_bytes(8, "little") + whole[16:])
-    with pytest.raises(CheckpointError, match="damaged"):
-        open_checkpoint(path)
+    for cut in (0, 3):
+        refused(path, whole[:cut], "not a GGUF file")
+    for cut in (4, 20, 200, 1000, len(whole) // 2, len(whole) - 40):
+        refused(path, whole[:cut], "truncated")
+    refused(path, b"GGML" + whole[4:], r"not a GGUF file: its magic is b'GGML', expected b'GGUF'")
+    for version, words in ((1, "GGUF version 1"), (4, "GGUF version 4"), (3 << 24, "a big-endian file")):
+        refused(path, whole[:4] + U4(version) + whole[8:], f"{words} is not supported")
+    refused(path, whole[:8] + U8(2**60) + whole[16:], "truncated or damaged")  # tensors
+    refused(path, whole[:16] + U8(2**60) + whole[24:], "truncated or damaged")  # fields
+    refused(path, whole[:24] + U8(2**60) + whole[32:], f"a metadata key needs {2**60} bytes")
+
+
+def U4(number: int) -> bytes:
+    return number.to_bytes(4, "little")
+
+
+def U8(number: int) -> bytes:
+    return number.to_bytes(8, "little")
+
+
+def text(value: str) -> bytes:
+    return U8(len(value)) + value.encode()
+
+
+def field(key: str, kind: int, value: bytes) -> bytes:
+    return text(key) + U4(kind) + value
+
+
+def info(name: str, dims: list[int], kind: int, offset: int) -> bytes:
+    return text(name) + U4(len(dims)) + b"".join(map(U8, dims)) + U4(kind) + U8(offset)
+
+
+def file_of(fields: list[bytes], infos: list[bytes]) -> bytes:
+    """A file of version 3 with 64 bytes of data, which begin at a multiple of 32."""
+    head = b"GGUF" + U4(3) + U8(len(infos)) + U8(len(fields)) + b"".join(fields + infos)
+    return head + bytes(-len(head) % 32) + bytes(64)
+
+
+@pytest.mark.parametrize(
+    ("fields", "infos", "words"),
+    [
+        ([field("general.alignment", 4, U4(24))], [], "general.alignment is 24, expected a power"),
+        ([field("general.alignment", 4, U4(0))], [], "general.alignment is 0"),
+        ([field("general.alignment", 8, text("x"))], [], "general.alignment is x"),
+        ([field("a", 4, U4(1))] * 2, [], "metadata a is there twice"),
+        ([field("a", 99, U4(1))], [], "metadata a: type 99 is not known"),
+        ([field("a", 9, U4(0) + U8(2**60))], [], "truncated or damaged: a needs"),
+        ([field("a", 9, U4(8) + U8(2**60))], [], "truncated or damaged: a needs"),
+        ([field("a", 9, U4(9) + U8(1))], [], "an array of type 9"),
+        ([field("a", 8, U8(2) + b"\xff\xff")], [], "is not UTF-8"),
+        ([], [info("x", [64], 0, 0)], "tensor x: truncated file"),
+        ([], [info("x", [8], 0, 4)], "offset 4 is no multiple of 32"),
+        ([], [info("x", [8], 77, 0)], "tensor x: type 77"),
+        ([], [info("x", [8], 2, 0)], "rows of 8 are not whole blocks of Q4_0"),
+        ([], [info("x", [1] * 5, 0, 0)], "tensor x: 5 dimensions"),
+        ([], [info("x", [8], 0, 0)] * 2, "tensor x is there twice"),
+        ([], [info("x", [16], 0, 0), info("y", [8], 0, 32)], "tensors x and y overlap"),
+        ([], [info("x", [2**62, 2**62], 0, 0)], "tensor x: truncated file"),
+        ([], [], "general.architecture is missing"),
+        ([field("general.architecture", 8, text("llama"))], [], "token_embd.weight"),
+    ],
+)
+def test_headers_that_cannot_be(tmp_path, fields, infos, words):
+    refused(tmp_path / "m.gguf", file_of(fields, infos), words)
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("llama.block_count", "llama.block_count is missing"),
+        ("llama.attention.head_count", "llama.attention.head_count is missing"),
+        ("llama.attention.layer_norm_rms_epsilon", "layer_norm_rms_epsilon is missing"),
+        ("llama.feed_forward_length", "llama.feed_forward_length is missing"),
+    ],
+)
+def test_missing_metadata_is_named(tmp_path, key, words):
+    path = tmp_path / "m.gguf"
+    write_gguf(path, tiny_model(), Q.Q8_0)
+    refused(path, path.read_bytes().replace(key.encode(), key[:-1].encode() + b"_"), words)
 
 
 def test_values_beyond_fp16_are_named(tmp_path):

@@ -345,7 +345,7 @@ def test_damaged_stores(tiny, tmp_path):
 
     changed = json.loads(manifest)
     for change, words in (
-        ({"format_version": 2}, "format_version 2, this turbomill reads 1"),
+        ({"format_version": 3}, "format_version 3, this turbomill reads 1 and 2"),
         ({"model": None}, "model missing"),
         ({"tensors": {"x": {"layout": "vector"}}}, "tensor x: malformed"),
     ):

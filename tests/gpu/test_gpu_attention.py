@@ -18,6 +18,8 @@ HEADS = [
     (12, 1, 128),
     (4, 2, 24),
     (2, 1, 256),
+    (2, 2, 192),
+    (7, 1, 128),
 ]
 # (tokens, context, chunk): whole prompts, chunks over block borders, decodes
 SPANS = [
@@ -29,6 +31,7 @@ SPANS = [
     (65, 64, 1),
     (129, 100, 29),
     (300, 256, 40),
+    (450, 130, 300),
     (700, 697, 1),
     (133, 125, 4),
     (141, 125, 1),
@@ -110,7 +113,16 @@ def stored(x: np.ndarray, bits: int) -> np.ndarray:
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize(
     ("nq", "nkv", "d"),
-    [(9, 3, 64), (32, 8, 128), (16, 1, 64), (12, 1, 128), (4, 2, 80), (3, 3, 96), (4, 2, 24)],
+    [
+        (9, 3, 64),
+        (32, 8, 128),
+        (16, 1, 64),
+        (12, 1, 128),
+        (4, 2, 80),
+        (3, 3, 96),
+        (4, 2, 24),
+        (2, 1, 256),
+    ],
 )
 @pytest.mark.parametrize("bits", [8, 4])
 def test_quantized_cache_is_attention_over_what_it_stored(
@@ -153,6 +165,7 @@ BATCHES = {
     "borders": ([63, 64, 65, 127, 128, 129, 191, 192, 193], [1] * 9),
     "several": ([300, 70, 41, 5], [4, 2, 1, 3]),
     "mixed": ([500, 90, 400, 33], [1, 90, 1, 20]),
+    "prompts": ([128, 513, 255, 40, 129], [128, 257, 255, 40, 1]),
 }
 
 

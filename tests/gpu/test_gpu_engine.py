@@ -103,6 +103,7 @@ def test_prompts_at_block_borders(length: int, shared: tuple[Any, Any], half: tu
 @pytest.mark.parametrize("policy", [8, 4])
 def test_quantized_cache_equals_the_cpu_backend(policy: int, shared: tuple[Any, Any]) -> None:
     """Keys and values get the same codes, but for those that fp32's last bit moves."""
+    pytest.importorskip("scipy_openblas64", reason="the CPU backend needs it")
     _, store = shared
     ids = prompt(150)
     with Native(store, quant_policy=policy) as engine:
@@ -181,6 +182,7 @@ def test_preemption_changes_no_text(shared: tuple[Any, Any]) -> None:
 
 @pytest.mark.parametrize("fields", [{"top_k": 40}, {"top_p": 0.9}, {"top_k": 50, "top_p": 0.8}, {}])
 def test_samples_are_the_cpu_backends(fields: Any, shared: tuple[Any, Any]) -> None:
+    pytest.importorskip("scipy_openblas64", reason="the CPU backend needs it")
     _, store = shared
     texts = []
     for device in ("cpu", "cuda"):

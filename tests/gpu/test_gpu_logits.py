@@ -72,6 +72,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def test_texts_under_rules_are_the_cpu_backends(store: Any) -> None:
     """Together with requests without rules, whose steps are recorded when they are among themselves."""
+    pytest.importorskip("scipy_openblas64", reason="the CPU backend needs it")
     texts = []
     for device in ("cpu", "cuda"):
         with Native(store, device=device) as engine:
@@ -82,6 +83,7 @@ def test_texts_under_rules_are_the_cpu_backends(store: Any) -> None:
 
 
 def test_logprobs_of_samples_and_prompts(store: Any) -> None:
+    pytest.importorskip("scipy_openblas64", reason="the CPU backend needs it")
     ids = prompt(300)
     reported = []
     for device in ("cpu", "cuda"):

@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 import torch
 from native_engine import Native, store_of, tiny_llama
-from test_native_quantized import CASES, quantized
+from test_native_quantized import CASES, FORMATS, quantized
 
 from turbomill.convert.checkpoint import open_checkpoint
-from turbomill.convert.formats.awq import AwqFormat
-from turbomill.convert.formats.gptq import GptqFormat
 from turbomill.convert.linear import QuantScheme
 from turbomill.convert.reference import load_dense_model
 
@@ -32,8 +30,7 @@ def test_logits_equal_the_dequantized_model(
         tmp_path / "dense", dense_dtype or dtype, hidden_size=128, intermediate_size=256, attention_bias=True
     )
     scheme = QuantScheme(4, group, symmetric)
-    fmt = AwqFormat(scheme) if kind == "awq" else GptqFormat(scheme, version=2)
-    path = quantized(tmp_path / "dense", fmt, scheme, dtype)
+    path = quantized(tmp_path / "dense", FORMATS[kind](scheme), dtype)
     model = load_dense_model(open_checkpoint(path)).eval()
     ids = np.random.default_rng(1).integers(3, 320, 300).tolist()
     with torch.no_grad():

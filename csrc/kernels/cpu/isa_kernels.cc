@@ -203,8 +203,8 @@ void permute_w4(const float* x, int64_t ldx, float* dst, int rows, int k, int k_
 struct SubTile {
     const uint8_t* codes;  // this sub-tile of the first K tile; the next is 2048 bytes on
     const void* scales;    // [groups, 64] of the tile of 64 rows
-    const void* zeros;
-    int first;  // position of this sub-tile's 16 rows in the 64
+    const void* zeros;     // or minima
+    int first;             // position of this sub-tile's 16 rows in the 64
 };
 
 inline SubTile sub_tile(const W4& w, int sub) {
@@ -213,13 +213,14 @@ inline SubTile sub_tile(const W4& w, int sub) {
     s.codes = w.codes + (tile * w.k_tiles) * 2048 + (sub % 4) * 512;
     const int64_t params = tile * w.groups * 64 * 2;  // bytes: 16-bit types
     s.scales = static_cast<const uint8_t*>(w.scales) + params;
-    s.zeros = w.zeros ? static_cast<const uint8_t*>(w.zeros) + params : nullptr;
+    const void* beside = w.mins ? w.mins : w.zeros;
+    s.zeros = beside ? static_cast<const uint8_t*>(beside) + params : nullptr;
     s.first = sub % 4 * 16;
     return s;
 }
 
-// Scale and zero of one row in one 64-column tile, per lane: with group 32 the lanes of steps 0, 1 and of
-// steps 2, 3 (each four lanes hold one step's four columns) belong to different groups.
+// Scale and zero, or minimum, of one row in one 64-column tile, per lane: with group 32 the lanes of steps 0,
+// 1 and of steps 2, 3 (each four lanes hold one step's four columns) belong to different groups.
 struct GroupParams {
     vf scale, zero;
 };
@@ -262,7 +263,8 @@ inline void unpack(const uint8_t* bytes, vf* low, vf* high) {
 #endif
 }
 
-template <int Rows, DType Type>
+// With minima, a row is sum(code * x) * scale + min * sum(x) over each group.
+template <int Rows, DType Type, bool Mins>
 void w4_rows(const W4& w, int sub, const float* permuted, float* y, int64_t ldy, int n_count) {
     const SubTile s = sub_tile(w, sub);
     const int64_t k_padded = int64_t(w.k_tiles) * 64;
@@ -272,21 +274,28 @@ void w4_rows(const W4& w, int sub, const float* permuted, float* y, int64_t ldy,
             const uint8_t* codes = s.codes + int64_t(tile) * 2048 + g * 64;
             const GroupParams a = group_params<Type>(w, s, tile, 2 * g);
             const GroupParams b = group_params<Type>(w, s, tile, 2 * g + 1);
-            vf low_tile[Rows] = {}, high_tile[Rows] = {};
+            vf low_tile[Rows] = {}, high_tile[Rows] = {}, x_tile[Rows] = {};
             for (int t = 0; t < 4; ++t) {
                 vf u, v;
                 unpack(codes + 16 * t, &u, &v);
-                u -= a.zero;
-                v -= b.zero;
+                if constexpr (!Mins) {
+                    u -= a.zero;
+                    v -= b.zero;
+                }
                 for (int m = 0; m < Rows; ++m) {
                     const vf x = load(permuted + m * k_padded + tile * 64 + 16 * t);
                     low_tile[m] += u * x;
                     high_tile[m] += v * x;
+                    if constexpr (Mins) x_tile[m] += x;
                 }
             }
             for (int m = 0; m < Rows; ++m) {
                 low_sum[m] += low_tile[m] * a.scale;
                 high_sum[m] += high_tile[m] * b.scale;
+                if constexpr (Mins) {
+                    low_sum[m] += x_tile[m] * a.zero;
+                    high_sum[m] += x_tile[m] * b.zero;
+                }
             }
         }
         for (int m = 0; m < Rows; ++m) {
@@ -296,31 +305,33 @@ void w4_rows(const W4& w, int sub, const float* permuted, float* y, int64_t ldy,
     }
 }
 
-template <DType Type>
+template <DType Type, bool Mins>
 void w4_typed(const W4& w, int sub, const float* permuted, float* y, int64_t ldy, int rows, int n_count) {
     switch (rows) {
         case 1:
-            return w4_rows<1, Type>(w, sub, permuted, y, ldy, n_count);
+            return w4_rows<1, Type, Mins>(w, sub, permuted, y, ldy, n_count);
         case 2:
-            return w4_rows<2, Type>(w, sub, permuted, y, ldy, n_count);
+            return w4_rows<2, Type, Mins>(w, sub, permuted, y, ldy, n_count);
         case 3:
-            return w4_rows<3, Type>(w, sub, permuted, y, ldy, n_count);
+            return w4_rows<3, Type, Mins>(w, sub, permuted, y, ldy, n_count);
         case 4:
-            return w4_rows<4, Type>(w, sub, permuted, y, ldy, n_count);
+            return w4_rows<4, Type, Mins>(w, sub, permuted, y, ldy, n_count);
         case 5:
-            return w4_rows<5, Type>(w, sub, permuted, y, ldy, n_count);
+            return w4_rows<5, Type, Mins>(w, sub, permuted, y, ldy, n_count);
         case 6:
-            return w4_rows<6, Type>(w, sub, permuted, y, ldy, n_count);
+            return w4_rows<6, Type, Mins>(w, sub, permuted, y, ldy, n_count);
         case 7:
-            return w4_rows<7, Type>(w, sub, permuted, y, ldy, n_count);
+            return w4_rows<7, Type, Mins>(w, sub, permuted, y, ldy, n_count);
         case 8:
-            return w4_rows<8, Type>(w, sub, permuted, y, ldy, n_count);
+            return w4_rows<8, Type, Mins>(w, sub, permuted, y, ldy, n_count);
     }
 }
 
 void linear_w4(const W4& w, int sub, const float* permuted, float* y, int64_t ldy, int rows, int n_count) {
-    if (w.dtype == DType::F16) return w4_typed<DType::F16>(w, sub, permuted, y, ldy, rows, n_count);
-    return w4_typed<DType::BF16>(w, sub, permuted, y, ldy, rows, n_count);
+    const auto run = w.dtype == DType::F16
+                         ? (w.mins ? w4_typed<DType::F16, true> : w4_typed<DType::F16, false>)
+                         : (w.mins ? w4_typed<DType::BF16, true> : w4_typed<DType::BF16, false>);
+    run(w, sub, permuted, y, ldy, rows, n_count);
 }
 
 template <DType Type>
@@ -337,8 +348,8 @@ void dequant_typed(const W4& w, int sub, float* dst) {
             for (int t = 0; t < 4; ++t) {
                 vf u, v;
                 unpack(codes + 16 * t, &u, &v);
-                store(low + 16 * t, (u - a.zero) * a.scale);
-                store(high + 16 * t, (v - b.zero) * b.scale);
+                store(low + 16 * t, w.mins ? u * a.scale + a.zero : (u - a.zero) * a.scale);
+                store(high + 16 * t, w.mins ? v * b.scale + b.zero : (v - b.zero) * b.scale);
             }
         }
     }

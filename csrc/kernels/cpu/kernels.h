@@ -16,6 +16,7 @@ struct W4 {
     const uint8_t* codes;  // [N/64, k_tiles, 2048]
     const void* scales;    // [N/64, groups, 64] in dtype
     const void* zeros;     // as scales; null: 8
+    const void* mins;      // as scales, or null: added to code * scale, in place of zeros
     DType dtype;           // F16 or BF16
     int k_tiles, groups, group;
 };

@@ -12,7 +12,7 @@ constexpr int kPanel = 192;  // rows of the weight a BLAS call sees: large enoug
 constexpr int kFew = 64;     // rows a small-batch task takes
 
 W4 w4_view(const Linear& w) {
-    return {w.codes, w.scales, w.zeros, w.dtype, w.k_tiles, w.groups, w.group};
+    return {w.codes, w.scales, w.zeros, w.mins, w.dtype, w.k_tiles, w.groups, w.group};
 }
 
 // Columns of a w4 weight are stored in an order of their own; activations are brought to it once per call.
@@ -32,8 +32,15 @@ void LinearRunner::operator()(const Linear& w, const float* x, int rows, float* 
     if (w.codes) {
         ldx = stored_columns(w);
         permuted_.resize(std::max(permuted_.size(), size_t(rows) * ldx));
+        if (!w.order.empty()) gathered_.resize(std::max(gathered_.size(), size_t(rows) * w.k));
         pool_.run(rows, [&](int m, int) {
-            k_.permute_w4(x + int64_t(m) * w.k, w.k, permuted_.data() + m * ldx, 1, w.k, w.k_tiles);
+            const float* row = x + int64_t(m) * w.k;
+            if (!w.order.empty()) {
+                float* gathered = gathered_.data() + int64_t(m) * w.k;
+                for (int i = 0; i < w.k; ++i) gathered[i] = row[w.order[i]];
+                row = gathered;
+            }
+            k_.permute_w4(row, w.k, permuted_.data() + m * ldx, 1, w.k, w.k_tiles);
         });
         x = permuted_.data();
     }

@@ -26,6 +26,7 @@ class LinearRunner {
 
     const Kernels& k_;
     ThreadPool& pool_;
+    std::vector<float> gathered_;             // activations in a linear's own order
     std::vector<float> permuted_;             // activations in w4 order
     std::vector<std::vector<float>> panels_;  // per worker: a panel of the weight in fp32
 };

@@ -67,6 +67,26 @@ AttentionKernels choose_attention(DType type, const CacheView& cache) {
     return attention_decode_fits(type, cache) ? AttentionKernels::Decode : AttentionKernels::Tensor;
 }
 
+PromptTiles choose_prompt_tiles(DType type, const CacheView& cache, const ModelConfig& model,
+                                const EngineConfig& config) {
+    if (!attention_prompt_fits(type, cache, model.num_heads)) return {};
+    const int tokens = std::max(config.session_len, config.max_step_tokens());
+    return {prompt_tile_tokens(model.group()) * model.group(),
+            cache.bits < 16 ? ceil_div(tokens, kUnpackedBlock) : 0};
+}
+
+// A quantized cache's blocks of one layer, unpacked.
+CacheView unpacked_view(CacheView cache, DType type) {
+    cache.row_bytes = cache.head_dim * int(dtype_bytes(type));
+    cache.head_bytes = kUnpackedBlock * cache.row_bytes;
+    cache.block_bytes = 2 * int64_t(cache.heads) * cache.head_bytes;
+    cache.layer_bytes = cache.param_bytes = 0;
+    cache.bits = 16;
+    cache.dtype = type;
+    cache.block_len = kUnpackedBlock;
+    return cache;
+}
+
 bool wants_logprobs(const BatchData& batch) {
     return std::any_of(batch.slices.begin(), batch.slices.end(),
                        [](const Slice& s) { return s.sample && s.sampling.logprobs >= 0; });
@@ -102,15 +122,17 @@ CudaBackend::CudaBackend(const ModelConfig& model, const EngineConfig& config, c
       device_(select_device(config.device)),
       type_(activation_type(weights)),
       weights_(weights, type_, stream_),
-      linear_(type_, weights_.largest_quantized(), stream_),
+      linear_(type_, weights_.largest_unfused(), stream_),
       layout_(model, config),
       cache_bytes_(layout_.block_bytes * config.cache_block_count, "the KV cache",
                    "lower cache_max_entry_count, or use quant_policy 8 or 4"),
       cache_(view_of(layout_, cache_bytes_.as<uint8_t>())),
       attention_kernels_(choose_attention(type_, cache_)),
       multiprocessors_(multiprocessors(device_)),
+      prompt_tiles_(choose_prompt_tiles(type_, cache_, model, config)),
       rope_half_(int(inv_freq.size())),
-      step_(config, {model, attention_kernels_, cache_.bits, multiprocessors_}, most_slots(config)),
+      step_(config, {model, attention_kernels_, cache_.bits, multiprocessors_, prompt_tiles_},
+            most_slots(config)),
       last_token_((size_t(most_slots(config)) + 1) * 4, "the last tokens", "lower max_batch_size"),
       logit_rows_(most_slots(config)),
       normed_(size_t(logit_rows_) * model.hidden_size * dtype_bytes(type_), "the final norm",
@@ -133,6 +155,12 @@ CudaBackend::CudaBackend(const ModelConfig& model, const EngineConfig& config, c
                                    model.num_kv_heads;
     parts_ = DeviceMemory(slots * kQueryRows * (model.head_dim + 2) * 4, "attention's partial results",
                           "lower cache_max_entry_count");
+    if (prompt_tiles_.unpacked_blocks) {
+        unpacked_ = unpacked_view(cache_, type_);
+        unpacked_bytes_ = DeviceMemory(unpacked_.block_bytes * prompt_tiles_.unpacked_blocks,
+                                       "a prompt's keys and values", "lower session_len");
+        unpacked_.data = unpacked_bytes_.as<uint8_t>();
+    }
     part_counters_ = DeviceMemory(slots * 4, "attention's counters", "lower cache_max_entry_count");
     if (slots) {
         check(cudaMemsetAsync(part_counters_.as(), 0, part_counters_.bytes(), stream_), "clearing counters");
@@ -143,6 +171,7 @@ CudaBackend::CudaBackend(const ModelConfig& model, const EngineConfig& config, c
     row_numbers_ = upload(numbers, "row numbers", stream_);
     check(cudaMemsetAsync(last_token_.as(), 0, last_token_.bytes(), stream_), "clearing the last tokens");
     check(cudaStreamSynchronize(stream_), "starting");
+    linear_.set_overlap(true);  // weights are in place
 }
 
 CudaBackend::~CudaBackend() {
@@ -283,7 +312,8 @@ void CudaBackend::attention(int layer, Buffer& qkv, Buffer& out) {
     const AttentionParts parts{parts_.as<float>(), part_counters_.as<unsigned>()};
     switch (attention_kernels_) {
         case AttentionKernels::Any:
-            return attention_any(type_, args(step_.decodes(), step_.decode_tiles), cache_, layer, stream_);
+            attention_any(type_, args(step_.decodes(), step_.decode_tiles), cache_, layer, stream_);
+            break;
         case AttentionKernels::Tensor:
             attention_tensor(type_, args(step_.decodes(), step_.decode_tiles), parts, kQueryRows, cache_,
                              layer, stream_);
@@ -297,12 +327,37 @@ void CudaBackend::attention(int layer, Buffer& qkv, Buffer& out) {
                 parts, cache_, layer, stream_);
             break;
     }
-    attention_tensor(type_, args(step_.prompts(), step_.prompt_tiles), parts, kPromptRows, cache_, layer,
-                     stream_);
+    if (prompt_tiles_.rows) {
+        prompt_attention(layer, qkv, out);
+    } else if (step_.prompt_tiles) {
+        attention_tensor(type_, args(step_.prompts(), step_.prompt_tiles), parts, kPromptRows, cache_, layer,
+                         stream_);
+    }
+}
+
+void CudaBackend::prompt_attention(int layer, Buffer& qkv, Buffer& out) {
+    const bool unpacks = prompt_tiles_.unpacked_blocks > 0;
+    int first = 0;
+    for (const int end : step_.prompt_launches()) {
+        const QueryTile* tiles = step_.prompts() + first;
+        const int count = end - first;
+        if (unpacks)
+            kv_unpack(type_, {step_.slices(), step_.blocks(), tiles, count, unpacked_}, cache_, layer,
+                      stream_);
+        attention_prompt(
+            type_, {qkv.data(), out.data(), step_.slices(), step_.blocks(), tiles, count, model_.num_heads},
+            unpacks ? unpacked_ : cache_, unpacks, step_.tokens, layer, multiprocessors_, stream_);
+        first = end;
+    }
 }
 
 void CudaBackend::silu_gate(Buffer& gate_up, Buffer& out) {
     cuda::silu_gate(type_, gate_up.data(), out.data(), step_.tokens, model_.intermediate_size, stream_);
+}
+
+void CudaBackend::silu_gated_linear(const Linear& w, Buffer& x, Buffer& gate_up, Buffer& out) {
+    if (!linear_.silu_gated(device_view(w, weights_), x.data(), step_.tokens, out.data()))
+        Backend::silu_gated_linear(w, x, gate_up, out);
 }
 
 void CudaBackend::project(Buffer& delta, Buffer& x, const float* norm, const DeviceLinear& head, int slice,

@@ -70,6 +70,7 @@ class CudaBackend : public Backend {
     void rope_and_cache(int layer, Buffer& qkv) override;
     void attention(int layer, Buffer& qkv, Buffer& out) override;
     void silu_gate(Buffer& gate_up, Buffer& out) override;
+    void silu_gated_linear(const Linear& w, Buffer& x, Buffer& gate_up, Buffer& out) override;
     void finish(Buffer& delta, Buffer& x, const std::vector<float>& norm, const Linear& head,
                 BatchData& batch) override;
 
@@ -91,6 +92,7 @@ class CudaBackend : public Backend {
     // Whether attention_decode rotates and caches this step's tokens.
     bool fuses_rope(const BatchData& batch) const;
     void make_rope_table(const std::vector<float>& inv_freq);
+    void prompt_attention(int layer, Buffer& qkv, Buffer& out);
     // Logits of every token of a slice, copied to the host in pieces.
     // Logprobs of every token of a slice that has targets, likewise.
     void copy_logprobs(Buffer& delta, Buffer& x, const float* norm, const DeviceLinear& head, int slice,
@@ -117,13 +119,16 @@ class CudaBackend : public Backend {
     CacheView cache_;
     const AttentionKernels attention_kernels_;
     const int multiprocessors_;
+    const PromptTiles prompt_tiles_;
     const int rope_half_;  // half of the dimensions that are rotated
     StepInputs step_;
     DeviceMemory parts_, part_counters_;  // where the parts of a decode's keys meet
-    DeviceMemory cos_, sin_;              // [session_len, D/2]
-    DeviceMemory last_token_;             // per slot, and one for padding
-    const int logit_rows_;                // rows of the two below
-    DeviceMemory normed_, logits_;        // [logit_rows, H] in T, [logit_rows, V] fp32
+    DeviceMemory unpacked_bytes_;         // a layer's keys and values for prompts, of a quantized cache
+    CacheView unpacked_{};
+    DeviceMemory cos_, sin_;        // [session_len, D/2]
+    DeviceMemory last_token_;       // per slot, and one for padding
+    const int logit_rows_;          // rows of the two below
+    DeviceMemory normed_, logits_;  // [logit_rows, H] in T, [logit_rows, V] fp32
     DeviceMemory sample_parts_, sample_counters_;
     EditInputs edits_;
     DeviceMemory edited_;           // logits with their edits, as large as logits_; made when first needed

@@ -8,13 +8,6 @@
 
 namespace turbomill::cuda {
 
-// 2^v; below the normal range it is 0.
-__device__ inline float power_of_two(float v) {
-    float r;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
-    return r;
-}
-
 // What a warp knows of its keys: the online softmax of the lane's columns, and the outputs. `sum` and `zero`
 // (the part of the values' zeros) are of this lane's keys only. Weights are in units of `unit`, a power of
 // two no smaller than any scale of the values so far, so that they fit float16.

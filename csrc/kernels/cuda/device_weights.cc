@@ -5,6 +5,7 @@
 
 #include "kernels/cuda/error.h"
 #include "kernels/cuda/launch.h"
+#include "store/expand.h"
 
 namespace turbomill::cuda {
 namespace {
@@ -16,6 +17,7 @@ struct Copy {
     const void* host;
     DType from, to;
     size_t elements;
+    const Linear* expanded = nullptr;  // whose weight in fp32 is copied, in place of what is at `host`
     size_t offset = 0;
 
     size_t bytes() const { return elements * dtype_bytes(to); }
@@ -25,6 +27,10 @@ void add_linear(const Linear& w, DType type, std::vector<Copy>& copies) {
     if (!w.bias.empty()) copies.push_back({w.bias.data(), DType::F32, DType::F32, w.bias.size()});
     if (w.dense) {
         copies.push_back({w.dense, w.dtype, type, size_t(w.n) * w.k});
+        return;
+    }
+    if (w.plain_only()) {
+        copies.push_back({w.codes, DType::F32, type, size_t(w.n) * w.k, &w});
         return;
     }
     if (w.k % 2)
@@ -51,7 +57,9 @@ DeviceWeights::DeviceWeights(const Weights& weights, DType type, cudaStream_t st
     std::vector<Copy> copies;
     weights.each_linear([&](const Linear& w) {
         add_linear(w, type, copies);
-        if (w.codes) largest_quantized_ = std::max(largest_quantized_, size_t(w.n) * w.k);
+        if (w.codes && !w.plain_only() &&
+            !w4_fused_fits(type, w.dtype == DType::BF16, w.k, w.group, w.groups))
+            largest_unfused_ = std::max(largest_unfused_, size_t(w.n) * w.k);
     });
     weights.each_vector([&](const std::vector<float>& v) {
         if (!v.empty()) copies.push_back({v.data(), DType::F32, DType::F32, v.size()});
@@ -68,14 +76,20 @@ DeviceWeights::DeviceWeights(const Weights& weights, DType type, cudaStream_t st
         DeviceMemory(total, "the model's weights", "use a model with fewer bits per weight, or a larger GPU");
     const DeviceMemory source(staging, "a weight's conversion",
                               "use a model with fewer bits per weight, or a larger GPU");
+    std::vector<float> values;
     for (const auto& copy : copies) {
         const void*& address = addresses_[copy.host];
         if (address) continue;
         uint8_t* target = memory_.as<uint8_t>() + copy.offset;
         address = target;
         const bool converts = copy.from != copy.to;
-        check(cudaMemcpyAsync(converts ? source.as() : target, copy.host,
-                              copy.elements * dtype_bytes(copy.from), cudaMemcpyHostToDevice, stream),
+        if (copy.expanded) {
+            check(cudaStreamSynchronize(stream), "copying weights");  // `values` is still being read
+            values = expand(*copy.expanded);
+        }
+        const void* host = copy.expanded ? values.data() : copy.host;
+        check(cudaMemcpyAsync(converts ? source.as() : target, host, copy.elements * dtype_bytes(copy.from),
+                              cudaMemcpyHostToDevice, stream),
               "copying weights");
         if (converts) convert(copy.from, source.as(), copy.to, target, int64_t(copy.elements), stream);
     }

@@ -26,13 +26,13 @@ class DeviceWeights {
     const float* at(const std::vector<float>& vector) const {
         return vector.empty() ? nullptr : static_cast<const float*>(at(vector.data()));
     }
-    // Elements [N, K] of the largest quantized weight.
-    size_t largest_quantized() const { return largest_quantized_; }
+    // Elements [N, K] of the largest quantized weight that the fused kernels do not take.
+    size_t largest_unfused() const { return largest_unfused_; }
 
   private:
     DeviceMemory memory_;
     std::unordered_map<const void*, const void*> addresses_;
-    size_t largest_quantized_ = 0;
+    size_t largest_unfused_ = 0;
 };
 
 }  // namespace turbomill::cuda

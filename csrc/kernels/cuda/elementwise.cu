@@ -1,6 +1,7 @@
 // Embedding, norms, gate and bias: one pass over their operands, fp32 arithmetic.
 #include <algorithm>
 
+#include "kernels/cuda/gate.cuh"
 #include "kernels/cuda/launch.h"
 #include "kernels/cuda/overlap.cuh"
 #include "kernels/cuda/types.cuh"
@@ -106,7 +107,7 @@ __global__ void silu_gate_kernel(const T* gate_up, T* out, int64_t blocks) {
     load8(gate_up + 16 * i, gate);
     load8(gate_up + 16 * i + 8, up);
 #pragma unroll
-    for (int j = 0; j < 8; ++j) up[j] *= gate[j] / (1.f + expf(-gate[j]));
+    for (int j = 0; j < 8; ++j) up[j] = silu_gated<T>(gate[j], up[j]);
     store8(out + 8 * i, up);
 }
 

@@ -28,9 +28,10 @@ cudaDataType_t data_type(DType type) {
         case DType::BF16:
             return CUDA_R_16BF;
         case DType::U8:
+        case DType::I32:
             break;
     }
-    throw std::invalid_argument("no GEMM on bytes");
+    throw std::invalid_argument("no GEMM on whole numbers");
 }
 
 struct Layout {

@@ -74,13 +74,33 @@ __device__ inline void copy_box(unsigned shared, const CUtensorMap& map, int x, 
         "l"(&map), "r"(x), "r"(y), "r"(z), "r"(barrier)
         : "memory");
 }
+// Of a four-dimensional one.
+__device__ inline void copy_box(unsigned shared, const CUtensorMap& map, int x, int y, int z, int w,
+                                unsigned barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, "
+        "%4, %5}], "
+        "[%6];" ::"r"(shared),
+        "l"(&map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(barrier)
+        : "memory");
+}
 __device__ inline void prefetch_map(const CUtensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
+// What this thread wrote to shared memory is seen by the copy engine and by wgmma after the next barrier.
+__device__ inline void fence_for_products() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
 // Warps of one named barrier (1 to 15) meet.
 __device__ inline void meet(int name, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(threads) : "memory");
+}
+
+// Counts towards a named barrier without waiting there.
+__device__ inline void pass(int name, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(name), "r"(threads) : "memory");
 }
 
 // All threads of the cluster meet; what they wrote to shared memory before is visible to all after.
@@ -90,10 +110,25 @@ __device__ inline void cluster_meet() {
         "barrier.cluster.wait.acquire.aligned;" ::
             : "memory");
 }
-// Four floats at the same place of another block's shared memory.
-__device__ inline float4 load_remote(const float* shared, int rank) {
+// The same in two steps.
+__device__ inline void cluster_arrive() {
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+__device__ inline void cluster_wait() {
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// The same place in another block's shared memory, and a float written there.
+__device__ inline unsigned remote_address(const void* shared, int rank) {
     unsigned address;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(shared)), "r"(rank));
+    return address;
+}
+__device__ inline void store_remote(unsigned address, float v) {
+    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
+}
+// Four floats at the same place of another block's shared memory.
+__device__ inline float4 load_remote(const float* shared, int rank) {
+    const unsigned address = remote_address(shared, rank);
     float4 v;
     asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
                  : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)

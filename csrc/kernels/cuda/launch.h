@@ -29,6 +29,10 @@ struct QueryTile {
 };
 constexpr int kQueryRows = 16;   // of a tile: decodes, and everything in attention_any
 constexpr int kPromptRows = 64;  // of a prompt's tile in attention_tensor
+// Tokens of a prompt's tile in attention_prompt, whose rows are these by the query heads of a KV head.
+constexpr int prompt_tile_tokens(int group) {
+    return 128 / group;
+}
 
 struct SampleInfo {
     uint64_t seed, position;
@@ -121,7 +125,7 @@ void silu_gate(DType type, const void* gate_up, void* out, int rows, int inter, 
 void add_bias(DType type, void* y, const float* bias, int rows, int n, cudaStream_t stream);
 
 struct RopeArgs {
-    void* qkv;               // [T, (Nq + 2 Nkv) D] in T; Q and K are rotated, Q and K written back
+    void* qkv;               // [T, (Nq + 2 Nkv) D] in T; Q and K are rotated, Q is written back
     const float *cos, *sin;  // [session_len, half]
     int half;
     const int *positions, *row_slice;  // [T]; a row of slice -1 is not cached
@@ -199,6 +203,24 @@ bool attention_tensor_fits(DType type, const CacheView& cache);
 void attention_tensor(DType type, const AttentionArgs& args, const AttentionParts& parts, int tile_rows,
                       const CacheView& cache, int layer, cudaStream_t stream);
 
+// Whether attention_prompt has kernels for these.
+bool attention_prompt_fits(DType type, const CacheView& cache, int num_heads);
+// Prompts on Hopper. `args.tiles` of prompt_tile_tokens, longest first; `tokens`: rows of qkv. An `unpacked`
+// cache holds each slice's keys and values from block first_slot of its tiles on.
+void attention_prompt(DType type, const AttentionArgs& args, const CacheView& cache, bool unpacked,
+                      int tokens, int layer, int multiprocessors, cudaStream_t stream);
+
+constexpr int kUnpackedBlock = 128;  // tokens of a block of the workspace below
+struct UnpackArgs {
+    const SliceInfo* slices;
+    const int* blocks;
+    const QueryTile* tiles;  // of attention_prompt: all of their slices', each unpacks its part of the keys
+    int tile_count;
+    CacheView workspace;  // of one layer, in T
+};
+// The keys and values of these slices in a quantized cache, as T.
+void kv_unpack(DType type, const UnpackArgs& args, const CacheView& cache, int layer, cudaStream_t stream);
+
 // Rows that w4_few_rows takes at once.
 constexpr int kFewRows = 32;
 // Partial sums that its workspace must hold for a weight: splits * rows * N floats, and one
@@ -218,13 +240,16 @@ void w4_dequantize(DType type, const W4View& w, void* dense, cudaStream_t stream
 
 // Whether the build has machine code for sm_90a and the current GPU runs it: w4_fused has no other.
 bool w4_fused_runs();
-// Whether w4_fused takes this weight and these activations.
+// Whether w4_fused takes a weight of these, with activations of `type`.
+bool w4_fused_fits(DType type, bool bf16_params, int k, int group, int groups);
+// And these activations.
 bool w4_fused_fits(DType type, const W4View& w, const void* x);
 // y [rows, N] = x [rows, K] w^T + bias, weights rounded to T. `overlap`: weights may arrive before the kernel
 // launched before this one is done (programmatic dependent launch). Throws std::invalid_argument for a plan
-// that has no kernel.
+// that has no kernel. `gated`: y [rows, N/2] = silu(gate) * up, whose columns the product interleaves by
+// eights.
 void w4_fused(DType type, DType out, const W4View& w, const void* x, const float* bias, void* y, int rows,
-              const W4Plan& plan, int multiprocessors, bool overlap, cudaStream_t stream);
+              const W4Plan& plan, int multiprocessors, bool overlap, cudaStream_t stream, bool gated = false);
 
 // What a block of the sampler found in its piece of a row.
 struct SamplePart {

@@ -10,6 +10,9 @@ namespace {
 constexpr size_t kPartialFloats = size_t(2) << 20;
 constexpr int kCounters = 1 << 16;  // tiles of 64 rows of N: more than any vocabulary needs
 
+constexpr int kFewestGated =
+    9;  // rows from which the gate is fused: with fewer, that was measured to be slower
+
 const char* const kAdvice = "lower cache_max_entry_count";
 
 }  // namespace
@@ -19,8 +22,8 @@ DeviceLinear device_view(const Linear& w, const DeviceWeights& weights) {
     view.n = w.n;
     view.k = w.k;
     view.bias = weights.at(w.bias);
-    if (w.dense) {
-        view.dense = weights.at(w.dense);
+    if (w.dense || w.plain_only()) {
+        view.dense = weights.at(w.dense ? w.dense : w.codes);
         return view;
     }
     view.w4 = {static_cast<const uint8_t*>(weights.at(w.codes)),
@@ -35,7 +38,7 @@ DeviceLinear device_view(const Linear& w, const DeviceWeights& weights) {
     return view;
 }
 
-LinearRunner::LinearRunner(DType type, size_t largest_quantized, cudaStream_t stream)
+LinearRunner::LinearRunner(DType type, size_t largest_unfused, cudaStream_t stream)
     : type_(type), stream_(stream) {
     int device = 0, multiprocessors = 0;
     check(cudaGetDevice(&device), "cudaGetDevice");
@@ -43,10 +46,10 @@ LinearRunner::LinearRunner(DType type, size_t largest_quantized, cudaStream_t st
           "counting multiprocessors");
     workspace_ = {};
     workspace_.multiprocessors = multiprocessors;
-    if (!largest_quantized) return;
+    if (!largest_unfused) return;
     partial_ = DeviceMemory(kPartialFloats * 4, "the partial sums", kAdvice);
     counters_ = DeviceMemory(kCounters * 4, "the counters", kAdvice);
-    dense_ = DeviceMemory(largest_quantized * dtype_bytes(type), "the dequantized weight", kAdvice);
+    dense_ = DeviceMemory(largest_unfused * dtype_bytes(type), "the dequantized weight", kAdvice);
     check(cudaMemsetAsync(counters_.as(), 0, counters_.bytes(), stream), "clearing counters");
     workspace_ = {partial_.as<float>(), kPartialFloats, counters_.as<unsigned>(), kCounters, multiprocessors};
 }
@@ -62,6 +65,14 @@ void LinearRunner::operator()(const DeviceLinear& w, const void* x, int rows, vo
     } else {
         w4_as_dense(w, x, rows, y, out);
     }
+}
+
+bool LinearRunner::silu_gated(const DeviceLinear& w, const void* x, int rows, void* y) {
+    if (w.dense || rows < kFewestGated || !w4_fused_fits(type_, w.w4, x) || w.n % 16) return false;
+    const W4Plan plan = choose_w4_plan(w.n, w.k, rows, workspace_.multiprocessors, overlaps(rows));
+    cuda::w4_fused(type_, type_, w.w4, x, w.bias, y, rows, plan, workspace_.multiprocessors, overlaps(rows),
+                   stream_, true);
+    return true;
 }
 
 void LinearRunner::w4_fused(const DeviceLinear& w, const void* x, int rows, void* y, DType out,

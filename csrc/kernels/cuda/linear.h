@@ -23,11 +23,16 @@ DeviceLinear device_view(const Linear& w, const DeviceWeights& weights);
 
 class LinearRunner {
   public:
-    // `largest_quantized`: elements of the largest w4 weight.
-    LinearRunner(DType type, size_t largest_quantized, cudaStream_t stream);
+    // `largest_unfused`: elements of the largest w4 weight that the fused kernels do not
+    // take: only those need workspaces.
+    LinearRunner(DType type, size_t largest_unfused, cudaStream_t stream);
 
     // y [rows, N] = x [rows, K] w^T + bias; y in the activation type, or fp32 if `out` says so
     void operator()(const DeviceLinear& w, const void* x, int rows, void* y, DType out);
+
+    // y [rows, N/2] = silu(gate) * up of x w^T + bias, whose columns interleave them by eights. False, and
+    // nothing done, where that is not fused.
+    bool silu_gated(const DeviceLinear& w, const void* x, int rows, void* y);
 
     // From here on, a w4 weight may begin to arrive before the kernel launched before it is done: for callers
     // whose every write to weights was synchronized.

@@ -1,4 +1,7 @@
-// Rotary embedding and the cache write, one warp for each token and head.
+// Rotary embedding and the cache write: a few threads for each token and head where a vector kernel fits,
+// else one warp.
+#include <type_traits>
+
 #include "kernels/cuda/cache.cuh"
 #include "kernels/cuda/launch.h"
 #include "kernels/cuda/overlap.cuh"
@@ -85,12 +88,13 @@ __global__ void rope_cache_kernel(RopeArgs a, CacheView c, int layer) {
         const float x = staged[warp][j], y = staged[warp][j + a.half];
         v[i] = at < a.half ? x * cosine[i] - y * sine[i] : y * cosine[i] + x * sine[i];
     }
-    if (rotates) {
+    if (head < a.num_heads) {
 #pragma unroll
         for (int i = 0; i < kPerLane; ++i)
             if (lane + 32 * i < d) row[lane + 32 * i] = from_float<T>(v[i]);
+        return;
     }
-    if (head < a.num_heads || slice < 0) return;
+    if (slice < 0) return;
     const int value = (head - a.num_heads) / c.heads, kv_head = (head - a.num_heads) % c.heads;
     const int block = a.blocks[a.slices[slice].block_offset + position / c.block_len];
     const int place = position % c.block_len;
@@ -103,12 +107,113 @@ __global__ void rope_cache_kernel(RopeArgs a, CacheView c, int layer) {
     }
 }
 
+// Sixteen elements of a head to a thread: eight of its first half, and the eight that they rotate with. Bits:
+// 16 for a cache in T, or of its codes.
+template <class T, int D, int Bits>
+__global__ void __launch_bounds__(kWarps * 32) rope_cache_16_kernel(RopeArgs a, CacheView c, int layer) {
+    constexpr int kLanes = D / 16;  // of a head
+    allow_next();
+    const int heads = a.num_heads + 2 * c.heads, lane = threadIdx.x % kLanes;
+    const int item = (int(blockIdx.x) * kWarps * 32 + int(threadIdx.x)) / kLanes;
+    const bool inside = item < a.tokens * heads;
+    const int token = inside ? item / heads : a.tokens - 1, head = inside ? item % heads : heads - 1;
+    T* row = static_cast<T*>(a.qkv) + (int64_t(token) * heads + head) * D + 8 * lane;
+    const int position = a.positions[token], slice = a.row_slice[token];
+    const bool rotates = head < a.num_heads + c.heads;
+    float cosine[8], sine[8], low[8], high[8];
+    if (rotates) {
+        load8(a.cos + int64_t(position) * (D / 2) + 8 * lane, cosine);
+        load8(a.sin + int64_t(position) * (D / 2) + 8 * lane, sine);
+    }
+    wait_for_previous();
+    load8(row, low);
+    load8(row + D / 2, high);
+    if (rotates) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const float x = low[i], y = high[i];
+            low[i] = x * cosine[i] - y * sine[i];
+            high[i] = y * cosine[i] + x * sine[i];
+        }
+    }
+    if (inside && head < a.num_heads) {
+        store8(row, low);
+        store8(row + D / 2, high);
+    }
+    const bool cached = inside && head >= a.num_heads && slice >= 0;
+    uint8_t* target = nullptr;
+    __half2* params = nullptr;
+    if (cached) {
+        const int value = (head - a.num_heads) / c.heads, kv_head = (head - a.num_heads) % c.heads;
+        const int block = a.blocks[a.slices[slice].block_offset + position / c.block_len];
+        const int place = position % c.block_len;
+        target = cache_row(c, layer, block, value, kv_head, place);
+        params = cache_params(c, layer, block, value, kv_head, place);
+    }
+    if constexpr (Bits == 16) {
+        if (!cached) return;
+        store8(reinterpret_cast<T*>(target) + 8 * lane, low);
+        store8(reinterpret_cast<T*>(target) + 8 * lane + D / 2, high);
+    } else {
+        float least = low[0], most = low[0];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            least = fminf(least, fminf(low[i], high[i]));
+            most = fmaxf(most, fmaxf(low[i], high[i]));
+        }
+#pragma unroll
+        for (int mask = kLanes / 2; mask; mask /= 2) {
+            least = fminf(least, __shfl_xor_sync(kFullWarp, least, mask));
+            most = fmaxf(most, __shfl_xor_sync(kFullWarp, most, mask));
+        }
+        const Quantizer quantizer(least, most, (1 << Bits) - 1);
+        if (!cached) return;
+        using Codes = std::conditional_t<Bits == 8, uint64_t, uint32_t>;  // eight
+        Codes codes[2] = {};
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            codes[0] |= Codes(quantizer.code(low[i])) << (Bits * i);
+            codes[1] |= Codes(quantizer.code(high[i])) << (Bits * i);
+        }
+        reinterpret_cast<Codes*>(target)[lane] = codes[0];
+        reinterpret_cast<Codes*>(target)[lane + kLanes] = codes[1];
+        if (lane == 0) *params = quantizer.params;
+    }
+}
+
+// Launches the vector kernel, or returns false.
+template <class T>
+bool rope_by_sixteen(const RopeArgs& args, const CacheView& cache, DType type, int layer,
+                     cudaStream_t stream) {
+    const int dim = cache.head_dim;
+    if (2 * args.half != dim || (cache.bits >= 16 && cache.dtype != type)) return false;
+    const auto run = [&]<int D, int Bits>() {
+        const int64_t threads = int64_t(args.tokens) * (args.num_heads + 2 * cache.heads) * (D / 16);
+        launch_overlapped(rope_cache_16_kernel<T, D, Bits>, dim3(blocks_for(threads, kWarps * 32)),
+                          kWarps * 32, 0, stream, "rope_and_cache", args, cache, layer);
+        return true;
+    };
+    const auto run_for = [&]<int D>() {
+        return cache.bits == 8   ? run.template operator()<D, 8>()
+               : cache.bits == 4 ? run.template operator()<D, 4>()
+                                 : run.template operator()<D, 16>();
+    };
+    if (dim == 64) return run_for.template operator()<64>();
+    if (dim == 128) return run_for.template operator()<128>();
+    if (dim == 256) return run_for.template operator()<256>();
+    return false;
+}
+
 }  // namespace
 
 void rope_and_cache(DType type, const RopeArgs& args, const CacheView& cache, int layer,
                     cudaStream_t stream) {
     if (args.tokens == 0) return;
     if (cache.head_dim > kMaxDim) throw std::invalid_argument("head_dim is larger than 256");
+    bool done = false;
+    if (type == DType::F16) done = rope_by_sixteen<__half>(args, cache, type, layer, stream);
+    if (type == DType::BF16) done = rope_by_sixteen<__nv_bfloat16>(args, cache, type, layer, stream);
+    if (done) return;
     const dim3 grid(args.tokens, blocks_for(args.num_heads + 2 * cache.heads, kWarps));
     with_type(type, [&]<class T>() {
         launch_overlapped(rope_cache_kernel<T>, grid, kWarps * 32, 0, stream, "rope_and_cache", args, cache,

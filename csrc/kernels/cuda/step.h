@@ -30,6 +30,7 @@ class StepInputs {
     std::vector<int> sampled;     // slices that want a token, in order
     int sample_count = 0;         // rows that are sampled: those, and padding
     int decode_tiles = 0, prompt_tiles = 0;
+    const std::vector<int>& prompt_launches() const { return planner_.prompt_launches; }
     // Of attention_decode: blocks, slices, and rows of the longest slice.
     int decode_ranges = 0, decode_entries = 0, decode_rows = 0;
 

@@ -15,12 +15,14 @@ constexpr int kBlocksPerProcessor = 12;  // several waves, so that the last one 
 
 }  // namespace
 
-TilePlanner::TilePlanner(const ModelConfig& model, AttentionKernels kernels, int bits, int multiprocessors)
+TilePlanner::TilePlanner(const ModelConfig& model, AttentionKernels kernels, int bits, int multiprocessors,
+                         PromptTiles prompt_tiles)
     : group_(model.group()),
       kv_heads_(model.num_kv_heads),
       kernels_(kernels),
       bits_(bits),
       multiprocessors_(multiprocessors),
+      prompt_tiles_(prompt_tiles),
       whole_units_(bits < 16 ? 2 : 1),
       target_(ceil_div(kBlocksPerProcessor * multiprocessors, kv_heads_)),
       // Parts have at least total / target keys, so fewer than `target` tiles have several, and these have at
@@ -36,7 +38,8 @@ void TilePlanner::plan(const BatchData& batch, int padding) {
     prompts.clear();
     entries.clear();
     ranges.clear();
-    most_rows = 0;
+    prompt_launches.clear();
+    most_rows = unpacked_ = 0;
     int units = 0, block_offset = 0, first_row = 0;
     int64_t total = 0;  // keys of all decodes
     for (const auto& slice : batch.slices)
@@ -49,7 +52,9 @@ void TilePlanner::plan(const BatchData& batch, int padding) {
         const int row = first_row, blocks = block_offset;
         first_row += slice.length;
         block_offset += int(slice.blocks.size());
-        if (kernels_ == AttentionKernels::Any) {
+        if (rows > kQueryRows && prompt_tiles_.rows) {
+            cut_prompt(i, rows, slice.context);
+        } else if (kernels_ == AttentionKernels::Any) {
             for (int first = 0; first < rows; first += kQueryRows)
                 decodes.push_back({i, first, 0, keys, 0, 0, 1});
         } else if (rows > kQueryRows) {
@@ -67,9 +72,32 @@ void TilePlanner::plan(const BatchData& batch, int padding) {
             if (parts > 1) slot += parts;
         }
     }
+    if (prompt_tiles_.rows) end_prompt_launch();
     if (entries.empty()) return;
     entries.resize(entries.size() + padding + 1, {units, 0, 0, 0, 0});
     cut_ranges();
+}
+
+void TilePlanner::cut_prompt(int slice, int rows, int context) {
+    const int blocks = ceil_div(context + rows / group_, kUnpackedBlock);
+    if (prompt_tiles_.unpacked_blocks && unpacked_ + blocks > prompt_tiles_.unpacked_blocks)
+        end_prompt_launch();
+    const int parts = ceil_div(rows, prompt_tiles_.rows);
+    for (int part = 0; part < parts; ++part) {
+        const int first = part * prompt_tiles_.rows;
+        const int end = context + std::min(rows, first + prompt_tiles_.rows) / group_;
+        prompts.push_back({slice, first, 0, end, unpacked_, part, parts});
+    }
+    unpacked_ += blocks;
+}
+
+void TilePlanner::end_prompt_launch() {
+    const int first = prompt_launches.empty() ? 0 : prompt_launches.back();
+    unpacked_ = 0;
+    if (first == int(prompts.size())) return;
+    std::stable_sort(prompts.begin() + first, prompts.end(),
+                     [](const QueryTile& a, const QueryTile& b) { return a.end > b.end; });
+    prompt_launches.push_back(int(prompts.size()));
 }
 
 // Two ways to cut. Parts within pairs, one to a block, where that is about as even: a block then has one

@@ -15,16 +15,26 @@ enum class AttentionKernels {
     Decode,  // attention_decode, and attention_tensor for prompts
 };
 
+// How prompts are cut for attention_prompt. Without rows, they are cut as AttentionKernels says.
+struct PromptTiles {
+    int rows = 0;             // of a tile
+    int unpacked_blocks = 0;  // of the workspace that a quantized cache is unpacked to, else 0
+};
+
 class TilePlanner {
   public:
     // `bits`: of the cache.
-    TilePlanner(const ModelConfig& model, AttentionKernels kernels, int bits, int multiprocessors);
+    TilePlanner(const ModelConfig& model, AttentionKernels kernels, int bits, int multiprocessors,
+                PromptTiles prompt_tiles = {});
 
     // Fills the lists below. `padding`: entries without keys that follow the slices'.
     void plan(const BatchData& batch, int padding = 0);
 
-    std::vector<QueryTile> decodes;    // of kQueryRows rows, their keys cut where that fills the GPU
-    std::vector<QueryTile> prompts;    // of kPromptRows rows
+    std::vector<QueryTile> decodes;  // of kQueryRows rows, their keys cut where that fills the GPU
+    std::vector<QueryTile> prompts;  // of kPromptRows rows, or as PromptTiles says
+    // Of attention_prompt: where each of its launches' tiles end. They are longest first, and their slices'
+    // keys fit the workspace.
+    std::vector<int> prompt_launches;
     std::vector<DecodeEntry> entries;  // for attention_decode: its slices, then the number of all units
     int most_rows = 0;                 // of those slices
     std::vector<DecodeRange> ranges;   // what its blocks do
@@ -35,6 +45,8 @@ class TilePlanner {
     size_t slots() const { return slots_; }  // of the workspace where attention_tensor's parts meet
 
   private:
+    void cut_prompt(int slice, int rows, int context);
+    void end_prompt_launch();
     void cut_ranges();
     int largest_part(int blocks, int share) const;
     void cut_pairs(int most, int units);
@@ -43,6 +55,8 @@ class TilePlanner {
     const int group_, kv_heads_;
     const AttentionKernels kernels_;
     const int bits_, multiprocessors_;
+    const PromptTiles prompt_tiles_;
+    int unpacked_ = 0;       // blocks of the workspace that the launch being planned uses
     const int whole_units_;  // that attention_decode's warps take at once
     const int target_;       // tiles for each KV head that fill the GPU
     const size_t slots_;

@@ -75,9 +75,10 @@ void with_type(DType type, F&& fn) {
         case DType::BF16:
             return fn.template operator()<__nv_bfloat16>();
         case DType::U8:
+        case DType::I32:
             break;
     }
-    throw std::invalid_argument("no kernel for activations of bytes");
+    throw std::invalid_argument("no kernel for activations of whole numbers");
 }
 
 // The same for the 16-bit types.
@@ -99,6 +100,13 @@ __device__ inline float warp_max(float v) {
 __device__ inline float warp_min(float v) {
     for (int mask = 16; mask; mask /= 2) v = fminf(v, __shfl_xor_sync(kFullWarp, v, mask));
     return v;
+}
+
+// 2^v; below the normal range it is 0.
+__device__ inline float power_of_two(float v) {
+    float r;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
+    return r;
 }
 
 inline int blocks_for(int64_t n, int per_block) {

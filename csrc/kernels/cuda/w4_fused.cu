@@ -1,47 +1,15 @@
 // Launching the fused kernels: the tensor maps of their operands, and whether they fit.
-#include <atomic>
 #include <string>
 
+#include "kernels/cuda/tensor_map.h"
 #include "kernels/cuda/types.cuh"
 #include "kernels/cuda/w4_fused.h"
 
 namespace turbomill::cuda {
 namespace {
 
-// The driver's function, found through the runtime: nothing links to the driver.
-PFN_cuTensorMapEncodeTiled_v12000 map_encoder() {
-    static const auto function = [] {
-        void* found = nullptr;
-        cudaDriverEntryPointQueryResult status{};
-        check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault,
-                                               &status),
-              "looking for cuTensorMapEncodeTiled");
-        if (status != cudaDriverEntryPointSuccess)
-            throw CudaError("the driver has no cuTensorMapEncodeTiled");
-        return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(found);
-    }();
-    return function;
-}
-
-// A tensor and the box that one copy brings, innermost dimension first; strides in bytes, of all but that
-// one.
-template <int Rank>
-CUtensorMap make_map(CUtensorMapDataType type, const void* data, const cuuint64_t (&sizes)[Rank],
-                     const cuuint64_t (&strides)[Rank - 1], const cuuint32_t (&box)[Rank],
-                     CUtensorMapSwizzle swizzle) {
-    CUtensorMap map;
-    const cuuint32_t steps[] = {1, 1, 1};
-    const CUresult status = map_encoder()(
-        &map, type, Rank, const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-        swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    if (status != CUDA_SUCCESS)
-        throw CudaError("cuTensorMapEncodeTiled failed with " + std::to_string(int(status)));
-    return map;
-}
-
 FusedMaps make_maps(DType type, const void* x, int rows, const W4View& w, W4Kernel kernel, bool whole) {
-    const auto element =
-        type == DType::F16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+    const auto element = map_type(type);
     const int tiles = fused_stage_tiles(kernel), groups = whole ? 1 : tiles * 64 / w.group;
     const cuuint64_t n_tiles = blocks_for(w.n, 64), k = w.k, k_tiles = w.k_tiles, all_groups = w.groups;
     const auto params = [&](const void* data) {
@@ -63,22 +31,29 @@ FusedMaps make_maps(DType type, const void* x, int rows, const W4View& w, W4Kern
 
 }  // namespace
 
-bool w4_fused_fits(DType type, const W4View& w, const void* x) {
+bool w4_fused_fits(DType type, bool bf16_params, int k, int group, int groups) {
     // The copy engine wants rows of x at multiples of 16 bytes; scales meet codes in the type of x; a stage's
     // tiles of K lie in one group, or each in groups of its own.
-    if (w.group != 32 && w.group != 64 && w.group % 128 && w.groups != 1) return false;
-    return w.bf16_params == (type == DType::BF16) && w.k % 8 == 0 &&
-           reinterpret_cast<uintptr_t>(x) % 16 == 0 && w4_fused_runs();
+    if (group != 32 && group != 64 && group % 128 && groups != 1) return false;
+    return type != DType::F32 && bf16_params == (type == DType::BF16) && k % 8 == 0 && w4_fused_runs();
+}
+
+bool w4_fused_fits(DType type, const W4View& w, const void* x) {
+    return w4_fused_fits(type, w.bf16_params, w.k, w.group, w.groups) &&
+           reinterpret_cast<uintptr_t>(x) % 16 == 0;
 }
 
 void w4_fused(DType type, DType out, const W4View& w, const void* x, const float* bias, void* y, int rows,
-              const W4Plan& plan, int multiprocessors, bool overlap, cudaStream_t stream) {
+              const W4Plan& plan, int multiprocessors, bool overlap, cudaStream_t stream, bool gated) {
     if (rows == 0) return;
     FusedJob job{};
     job.w = w;
     job.bias = bias;
     job.y = y;
     job.out_fp32 = out == DType::F32;
+    job.gated = gated;
+    if (gated && (w.n % 16 || out != type))
+        throw std::invalid_argument("w4_fused: gates come by eights, in the type of activations");
     job.rows = rows;
     job.n_blocks = blocks_for(w.n, 64 * plan.kernel.warpgroups);
     job.m_tiles = blocks_for(rows, plan.kernel.tokens);

@@ -9,6 +9,7 @@
 
 #include <type_traits>
 
+#include "kernels/cuda/gate.cuh"
 #include "kernels/cuda/w4_fused_products.cuh"
 
 namespace turbomill::cuda {
@@ -91,18 +92,31 @@ __device__ inline void fused_copies(const FusedRing<Groups, Sizes>& ring, const 
     }
 }
 
-// Eight results of a token, at columns n..n+7 of y.
+// Eight results of a token, at columns n..n+7 of y, which has `columns`.
 template <class T>
-__device__ inline void store_eight(const FusedJob& job, int token, int n, const uint4& values) {
+__device__ inline void store_eight(const FusedJob& job, int columns, int token, int n, const uint4& values) {
     if (token >= job.rows) return;
-    T* target = static_cast<T*>(job.y) + int64_t(token) * job.w.n + n;
-    if (job.w.n % 8 == 0) {
-        if (n < job.w.n) *reinterpret_cast<uint4*>(target) = values;
+    T* target = static_cast<T*>(job.y) + int64_t(token) * columns + n;
+    if (columns % 8 == 0) {
+        if (n < columns) *reinterpret_cast<uint4*>(target) = values;
         return;
     }
     const T* source = reinterpret_cast<const T*>(&values);
     for (int i = 0; i < 8; ++i)
-        if (n + i < job.w.n) target[i] = source[i];
+        if (n + i < columns) target[i] = source[i];
+}
+
+// Eight gates and the eight values that they pass, as the kernel of the gate alone sees them: rounded to T.
+template <class T>
+__device__ inline uint4 gated_eight(const T* pair) {
+    float gate[8], up[8];
+    uint4 result;
+    load8(pair, gate);
+    load8(pair + 8, up);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) up[i] = silu_gated<T>(gate[i], up[i]);
+    store8(reinterpret_cast<T*>(&result), up);
+    return result;
 }
 
 // A warpgroup's results to y in T, by way of shared memory, where they are turned from columns to rows.
@@ -133,9 +147,17 @@ __device__ inline void fused_store(uint8_t* staging, const FusedJob& job, int2 p
                 : "memory");
         }
         meet(1 + group, 128);
+        if (job.gated) {
+            for (int i = threadIdx.x % 128; i < Sizes::kPiece * 4; i += 128) {
+                const int m = i / 4, n = i % 4 * 8;
+                store_eight<T>(job, job.w.n / 2, m0 + first + m, n0 / 2 + n,
+                               gated_eight(piece + m * Sizes::kPieceStride + 2 * n));
+            }
+            continue;
+        }
         for (int i = threadIdx.x % 128; i < Sizes::kPiece * 8; i += 128) {
             const int m = i / 8, n = i % 8 * 8;
-            store_eight<T>(job, m0 + first + m, n0 + n,
+            store_eight<T>(job, job.w.n, m0 + first + m, n0 + n,
                            *reinterpret_cast<const uint4*>(piece + m * Sizes::kPieceStride + n));
         }
     }
@@ -150,32 +172,106 @@ __device__ inline void fused_leave_sums(float* sums, const float (&acc)[Tokens /
         sums[(i / 4 * 8 + 2 * t + i % 2) * Sizes::kSumStride + row + i / 2 % 2 * 8] = acc[i];
 }
 
-// The cluster's sums, added in the order of its blocks, each block a share of them, to y.
-template <class T, int Tokens, class Sizes>
-__device__ inline void fused_add_up(const float* sums, const FusedJob& job, int2 place) {
-    const int n0 = place.x * Sizes::kRows, m0 = place.y * Tokens;
-    const int count = min(Tokens, job.rows - m0) * (Sizes::kRows / 4), threads = 2 * Sizes::kRows;
-    const int rank = blockIdx.x % job.splits;
-    for (int i = rank * threads + threadIdx.x; i < count; i += job.splits * threads) {
-        const int m = i / (Sizes::kRows / 4), n = i % (Sizes::kRows / 4) * 4;
-        const float* at = sums + m * Sizes::kSumStride + n;
-        float v[4] = {};
-        for (int r = 0; r < job.splits; ++r) {
-            const float4 part = load_remote(at, r);
-            v[0] += part.x, v[1] += part.y, v[2] += part.z, v[3] += part.w;
-        }
+// Where a thread finds sums of the cluster to add up: from `at`, one part every `stride` floats, or at the
+// same place in each block (0).
+struct FusedSums {
+    const float* at;
+    int stride;
+};
+
+// The sums of columns n..n+3, added in the order of the cluster's blocks, and the bias.
+__device__ inline float4 fused_sum(const FusedSums& sums, const FusedJob& job, int n) {
+    float4 v{};
+    for (int r = 0; r < job.splits; ++r) {
+        const float4 part = sums.stride ? *reinterpret_cast<const float4*>(sums.at + r * sums.stride)
+                                        : load_remote(sums.at, r);
+        v.x += part.x, v.y += part.y, v.z += part.z, v.w += part.w;
+    }
+    if (job.bias) {
+        if (n < job.w.n) v.x += job.bias[n];
+        if (n + 1 < job.w.n) v.y += job.bias[n + 1];
+        if (n + 2 < job.w.n) v.z += job.bias[n + 2];
+        if (n + 3 < job.w.n) v.w += job.bias[n + 3];
+    }
+    return v;
+}
+
+// Results of token m at columns n..n+3 to y.
+template <class T>
+__device__ inline void fused_write(const FusedJob& job, const FusedSums& sums, int m, int n) {
+    if (job.gated) {  // n names the gates; the values that they pass are eight columns on
+        if (n >= job.w.n) return;
+        const float4 gate = fused_sum(sums, job, n), up = fused_sum({sums.at + 8, sums.stride}, job, n + 8);
+        const auto pass = [](float g, float u) {  // rounded as where the gate has a kernel of its own
+            return silu_gated<T>(to_float(from_float<T>(g)), to_float(from_float<T>(u)));
+        };
+        *reinterpret_cast<uint2*>(static_cast<T*>(job.y) + int64_t(m) * (job.w.n / 2) + (n - n % 16) / 2 +
+                                  n % 16) = make_uint2(pack_pair<T>(pass(gate.x, up.x), pass(gate.y, up.y)),
+                                                       pack_pair<T>(pass(gate.z, up.z), pass(gate.w, up.w)));
+        return;
+    }
+    const float4 sum = fused_sum(sums, job, n);
+    const float v[4] = {sum.x, sum.y, sum.z, sum.w};
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            if (n0 + n + j >= job.w.n) continue;
-            const float value = job.bias ? v[j] + job.bias[n0 + n + j] : v[j];
-            const int64_t target = int64_t(m0 + m) * job.w.n + n0 + n + j;
-            if (job.out_fp32) {
-                static_cast<float*>(job.y)[target] = value;
-            } else {
-                static_cast<T*>(job.y)[target] = from_float<T>(value);
-            }
+    for (int j = 0; j < 4; ++j) {
+        if (n + j >= job.w.n) continue;
+        const int64_t target = int64_t(m) * job.w.n + n + j;
+        if (job.out_fp32) {
+            static_cast<float*>(job.y)[target] = v[j];
+        } else {
+            static_cast<T*>(job.y)[target] = from_float<T>(v[j]);
         }
     }
+}
+
+// use(m, n) for this thread's of `items`: fours of columns n of the block's rows, the gates only where there
+// are any, token m by token.
+template <class Sizes, class Use>
+__device__ inline void fused_each_four(const FusedJob& job, int first, int step, int tokens, Use&& use) {
+    const int fours = Sizes::kRows / (job.gated ? 8 : 4);
+    for (int i = first; i < tokens * fours; i += step) {
+        const int four = i % fours;
+        use(i / fours, job.gated ? four / 2 * 16 + four % 2 * 4 : four * 4);
+    }
+}
+
+// The cluster's sums, each block a share of them, to y.
+template <class T, int Tokens, class Sizes>
+__device__ inline void fused_add_up(const float* sums, const FusedJob& job, int2 place) {
+    const int n0 = place.x * Sizes::kRows, m0 = place.y * Tokens, threads = 2 * Sizes::kRows;
+    const int rank = blockIdx.x % job.splits;
+    fused_each_four<Sizes>(
+        job, rank * threads + threadIdx.x, job.splits * threads, min(Tokens, job.rows - m0),
+        [&](int m, int n) { fused_write<T>(job, {sums + m * Sizes::kSumStride + n, 0}, m0 + m, n0 + n); });
+}
+
+// Every warp but the copying one sends its sums of token m to block m % splits of the cluster.
+template <int Tokens, class Sizes>
+__device__ inline void fused_push_sums(const float* pushed, const FusedJob& job, int tokens,
+                                       const float (&acc)[Tokens / 2]) {
+    const int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    const int slots = (Tokens + job.splits - 1) / job.splits, first = blockIdx.x % job.splits * slots;
+#pragma unroll
+    for (int i = 0; i < Tokens / 4; ++i) {
+        const int m = i / 2 * 8 + 2 * t + i % 2;
+        if (m >= tokens) continue;
+        const unsigned at =
+            remote_address(pushed + (first + m / job.splits) * Sizes::kSumStride + row, m % job.splits);
+        store_remote(at, acc[i / 2 * 4 + i % 2]);
+        store_remote(at + 8 * 4, acc[i / 2 * 4 + i % 2 + 2]);
+    }
+}
+
+// What was sent to this block, to y.
+template <class T, int Tokens, class Sizes>
+__device__ inline void fused_add_pushed(const float* pushed, const FusedJob& job, int2 place) {
+    const int n0 = place.x * Sizes::kRows, m0 = place.y * Tokens, rank = blockIdx.x % job.splits;
+    const int slots = (Tokens + job.splits - 1) / job.splits;
+    const int own = (min(Tokens, job.rows - m0) - rank + job.splits - 1) / job.splits;
+    fused_each_four<Sizes>(job, threadIdx.x, 2 * Sizes::kRows, own, [&](int slot, int n) {
+        fused_write<T>(job, {pushed + slot * Sizes::kSumStride + n, slots * Sizes::kSumStride},
+                       m0 + slot * job.splits + rank, n0 + n);
+    });
 }
 
 template <class T, int Groups, int Tokens, int Blocks, bool Whole>
@@ -199,12 +295,17 @@ __global__ void __launch_bounds__(FusedSizes<Groups, Tokens, Blocks, Whole>::kTh
     }
     __syncthreads();
     launch_dependents();
+    if (Sizes::kPushes && !job.direct) cluster_arrive();  // who is running may be sent sums
     if (threadIdx.x >= 128 * Groups) {
         if constexpr (Sizes::kHandsOn) registers_down<Sizes::kCopyRegisters>();
         if (threadIdx.x == 128 * Groups) fused_copies<Groups, Tokens, Whole>(ring, maps, job, work);
         __syncwarp();
         if (job.direct) return;
-        cluster_meet();
+        if (Sizes::kPushes) {
+            cluster_wait();
+        } else {
+            cluster_meet();
+        }
         cluster_meet();
     } else {
         if constexpr (Sizes::kHandsOn) registers_up<Sizes::kProductRegisters>();
@@ -218,6 +319,14 @@ __global__ void __launch_bounds__(FusedSizes<Groups, Tokens, Blocks, Whole>::kTh
             if (job.direct) {
                 fused_store<T, Tokens, Sizes>(base + Sizes::kRing, job, place, acc);
                 continue;
+            }
+            if constexpr (Sizes::kPushes) {
+                const float* pushed = reinterpret_cast<const float*>(base + Sizes::kRing);
+                cluster_wait();
+                fused_push_sums<Tokens, Sizes>(pushed, job, min(Tokens, job.rows - place.y * Tokens), acc);
+                cluster_meet();
+                fused_add_pushed<T, Tokens, Sizes>(pushed, job, place);
+                return;
             }
             float* sums = reinterpret_cast<float*>(base);
             meet(1, 128 * Groups);  // nobody reads the ring any more

@@ -15,6 +15,7 @@ struct FusedJob {
     const float* bias;  // [N] or null
     void* y;            // [rows, N]
     bool out_fp32;
+    bool gated;  // y [rows, N/2] = silu(gate) * up of the product, whose columns interleave them by eights
     int rows;
     int n_blocks, m_tiles;
     int splits;

@@ -32,9 +32,14 @@ struct FusedSizes {
 
     // Results on their way out: a warpgroup's, kPiece tokens at a time.
     static constexpr int kPiece = Tokens < 64 ? Tokens : 64, kPieceStride = 72;
-    static constexpr int kOut = Groups * kPiece * kPieceStride * 2;
     static constexpr int kSumStride = kRows + 4;  // of a token's fp32 sums: no two lanes meet in a bank
-    static constexpr int kSums = Tokens * kSumStride * 4;  // in the ring's place
+    // Sums of a split K. Of eight tokens, each block gets those of some from all others, in a place of its
+    // own: splits * ceil(tokens / splits) of them. Of more, they lie in the ring's place, for others to read.
+    static constexpr bool kPushes = Tokens == 8;
+    static constexpr int kPushed = kPushes ? (Tokens + 6) * kSumStride * 4 : 0;
+    static constexpr int kSums = kPushes ? 0 : Tokens * kSumStride * 4;
+    static constexpr int kStaging = Groups * kPiece * kPieceStride * 2;
+    static constexpr int kOut = kStaging > kPushed ? kStaging : kPushed;
 
     static constexpr int kBudget = (Blocks == 1 ? 227 : 113) * 1024 - 1024 - 512;
     static constexpr int kFit = (kBudget - kOut) / kStage;

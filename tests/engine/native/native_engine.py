@@ -7,14 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import scipy_openblas64
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from turbomill import _core
 from turbomill.convert.store import Store, convert_checkpoint
 
-_core.load_blas(str(Path(scipy_openblas64.get_lib_dir()) / scipy_openblas64.get_library(fullname=True)))
+
+def load_blas() -> None:
+    """What the CPU backend multiplies with. Machines that only test a GPU do without the package."""
+    import scipy_openblas64
+
+    _core.load_blas(str(Path(scipy_openblas64.get_lib_dir()) / scipy_openblas64.get_library(fullname=True)))
 
 
 def tiny_llama(
@@ -57,6 +61,8 @@ class Native:
         self._arrived = threading.Condition()
         self.outputs: dict[int, list[_core.Output]] = {}
         self.order: list[tuple[int, int]] = []  # (request id, tokens) as delivered
+        if config.get("device", "cpu") == "cpu":
+            load_blas()
         refs = [
             _core.TensorRef(t.name, t.layout, t.dtype, t.shape, str(t.path), t.offset, t.nbytes)
             for t in store.tensors.values()

@@ -61,6 +61,31 @@ def test_w4(n: int, k: int, group: int, symmetric: bool, dtype: str, isa: str) -
         tolerance.assert_close(y, reference.linear(x, w), "w4")
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(("n", "k", "group"), [(15, 64, 32), (65, 192, 64), (80, 96, 32), (48, 256, 256)])
+def test_w4_with_minima_and_an_order(n: int, k: int, group: int, dtype: str, isa: str) -> None:
+    """code * scale + min, where column i meets input order[i]; scales of any sign. K = 96 has padding."""
+    rng = np.random.default_rng(n + k + group)
+    codes = rng.integers(0, 16, (n, k), dtype=np.uint8)
+    stored = -(-k // 64) * 64 // group  # groups, those beyond K too
+    inside = (np.arange(stored) * group < k)[None]
+    scales = reference.round_to(rng.uniform(0.01, 0.1, (n, stored)) * rng.choice([-1, 1], (n, stored)), dtype)
+    mins = reference.round_to(rng.uniform(-1, 1, (n, stored)), dtype)
+    scales, mins = scales * inside, mins * inside
+    order = rng.permutation(k)
+    expand = np.arange(k) // group
+    w = np.empty((n, k), np.float32)
+    w[:, order] = codes.astype(np.float32) * scales[:, expand] + mins[:, expand]
+    bits = reference.TO_BITS[dtype]
+    tensors = (reference.pack_codes(codes), bits(reference.pack_params(scales, stored)), None, n, k, dtype)
+    beside = {"mins": bits(reference.pack_params(mins, stored)), "order": order.tolist()}
+    np.testing.assert_array_equal(kernels.w4_expand(*tensors, **beside), w)
+    for rows in ROWS:
+        x = rng.standard_normal((rows, k)).astype(np.float32)
+        y = kernels.w4_linear(x, *tensors, isa, threads=2, **beside)
+        tolerance.assert_close(y, reference.linear(x, w), "w4")
+
+
 def test_w4_reads_no_further_than_k(isa: str) -> None:
     """K = 32 is padded to a tile of 64: codes there are zero and scales too, whatever x would be."""
     rng = np.random.default_rng(0)

@@ -1,0 +1,7 @@
+#include "kernels/cuda/attention_prompt.cuh"
+
+namespace turbomill::cuda {
+
+template void launch_prompt<__half>(const PromptMaps&, const PromptJob&, int, cudaStream_t);
+
+}  // namespace turbomill::cuda

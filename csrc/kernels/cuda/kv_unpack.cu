@@ -1,0 +1,47 @@
+// What a prompt attends to in a quantized cache, as plain 16-bit values in a workspace: once for each step
+// and layer, where attention itself would turn the same codes into values for each of its tiles.
+#include "kernels/cuda/cache.cuh"
+#include "kernels/cuda/kv_codes.cuh"
+#include "kernels/cuda/launch.h"
+
+namespace turbomill::cuda {
+namespace {
+
+constexpr int kThreads = 128, kSpread = 8;  // blocks that share a tile's part of the keys
+
+// Grid: (tiles, 2 * kv heads, kSpread). The tiles of a slice share its keys, in blocks of the workspace.
+template <class T, class Codes>
+__global__ void __launch_bounds__(kThreads) kv_unpack_kernel(UnpackArgs a, CacheView c, int layer) {
+    const QueryTile tile = a.tiles[blockIdx.x];
+    const SliceInfo slice = a.slices[tile.slice];
+    const int* blocks = a.blocks + slice.block_offset;
+    const int value = blockIdx.y / c.heads, head = blockIdx.y % c.heads;
+    const int keys = slice.context + slice.length, parts = tile.parts * kSpread,
+              part = tile.part * kSpread + blockIdx.z;
+    const int begin = int(int64_t(keys) * part / parts), end = int(int64_t(keys) * (part + 1) / parts);
+    const int chunks = c.head_dim / 8;
+    for (int i = begin * chunks + threadIdx.x; i < end * chunks; i += kThreads) {
+        const int key = i / chunks, chunk = i % chunks;
+        const int block = blocks[key / c.block_len], place = key % c.block_len;
+        const uint8_t* row = cache_row(c, layer, block, value, head, place);
+        const Codes codes = reinterpret_cast<const Codes*>(row)[chunk];
+        uint8_t* target = cache_row(a.workspace, 0, tile.first_slot + key / kUnpackedBlock, value, head,
+                                    key % kUnpackedBlock);
+        reinterpret_cast<uint4*>(target)[chunk] =
+            dequantize<T>(spread(codes), *cache_params(c, layer, block, value, head, place));
+    }
+}
+
+}  // namespace
+
+void kv_unpack(DType type, const UnpackArgs& args, const CacheView& cache, int layer, cudaStream_t stream) {
+    if (args.tile_count == 0) return;
+    const dim3 grid(args.tile_count, 2 * cache.heads, kSpread);
+    with_half_type(type, [&]<class T>() {
+        const auto kernel = cache.bits == 8 ? kv_unpack_kernel<T, uint2> : kv_unpack_kernel<T, unsigned>;
+        kernel<<<grid, kThreads, 0, stream>>>(args, cache, layer);
+    });
+    check_launch("kv_unpack");
+}
+
+}  // namespace turbomill::cuda
