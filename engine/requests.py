@@ -80,4 +80,7 @@ class EngineMetrics:
     generated_tokens: int
     preemptions: int
     evictions: int
+    steps_in_flight: int
+    stalled_seconds: float  # since the step in flight gave no sign; a busy engine stays below a step's length
+    paused: bool
     healthy: bool

@@ -269,6 +269,24 @@ class TurbomindEngine:
         now = self._engine.metrics()
         return EngineMetrics(**{field.name: getattr(now, field.name) for field in fields(EngineMetrics)})
 
+    def pause(self) -> None:
+        """Plan no more steps; return when none is in flight. Requests are accepted and wait."""
+        self._bridge.control("pause")
+
+    def resume(self) -> None:
+        """Go on where pause() stopped."""
+        self._bridge.control("resume")
+
+    def sleep(self, level: int = 1) -> None:
+        """Pause and give memory back; see AsyncEngine."""
+        if level not in (1, 2):
+            raise UsageError(f"the level of sleep is {level!r}, expected 1 (KV cache) or 2 (weights too)")
+        self._bridge.control("sleep", level)
+
+    def wakeup(self) -> None:
+        """Take the memory again and go on; see AsyncEngine."""
+        self._bridge.control("wake")
+
     def close(self) -> None:
         """End every request as cancelled and free everything. Idempotent."""
         self._bridge.close()

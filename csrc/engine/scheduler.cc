@@ -232,6 +232,11 @@ void Scheduler::preempt(Sequence& sequence) {
     ++preemptions_;
 }
 
+void Scheduler::drop_blocks() {
+    while (!running_.empty()) preempt(*running_.back());
+    pool_.clear();
+}
+
 void Scheduler::note_finished(Sequence& sequence) {
     if (sequence.slot >= 0) return;
     waiting_.erase(&sequence);

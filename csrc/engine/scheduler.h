@@ -39,7 +39,8 @@ class Scheduler {
     const std::vector<Sequence*>& running_sequences() const { return running_; }
     int64_t preemptions() const { return preemptions_; }
     const BlockPool& pool() const { return pool_; }
-    void clear_cache() { pool_.clear(); }
+    // Preempts what runs and forgets what is cached: every block is free. No step is in flight.
+    void drop_blocks();
 
     // The engine calls this when it sets `finished`: a sequence that waits leaves at once.
     void note_finished(Sequence& sequence);

@@ -91,6 +91,13 @@ void register_engine(py::module_& m) {
             py::arg("request"))
         .def(
             "cancel", [](Turbomind& self, uint64_t id) { self.engine().cancel(id); }, py::arg("request_id"))
+        .def(
+            "pause", [](Turbomind& self) { self.engine().pause(); }, py::call_guard<py::gil_scoped_release>())
+        .def(
+            "resume", [](Turbomind& self) { self.engine().resume(); },
+            py::call_guard<py::gil_scoped_release>())
+        .def("sleep", &Turbomind::sleep, py::arg("level"), py::call_guard<py::gil_scoped_release>())
+        .def("wake", &Turbomind::wake, py::call_guard<py::gil_scoped_release>())
         .def("metrics", [](Turbomind& self) { return self.engine().metrics(); })
         .def("close", [](Turbomind& self) { self.close(); }, py::call_guard<py::gil_scoped_release>());
 }

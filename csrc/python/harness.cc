@@ -7,9 +7,12 @@
 #include <chrono>
 #include <condition_variable>
 #include <deque>
+#include <future>
 #include <memory>
 #include <mutex>
 #include <stdexcept>
+#include <thread>
+#include <tuple>
 #include <utility>
 
 #include "engine/engine.h"
@@ -166,12 +169,43 @@ double seconds_per_step_with_threads(const ModelConfig& model, const EngineConfi
     return took.count() / double(engine.metrics().steps);
 }
 
+// Metrics::stalled_seconds while a step is held for `held` seconds, after it, and while nothing runs.
+std::tuple<double, double, double> stalled_seconds(const ModelConfig& model, const EngineConfig& config,
+                                                   double held) {
+    const py::gil_scoped_release release;
+    std::promise<void> let_go;
+    const auto gone = let_go.get_future().share();
+    const StepRunner runner{[&](BatchData& b) {
+                                gone.wait();
+                                b.samples.assign(b.slices.size(), {9, true, {}});
+                            },
+                            [] { return true; }, [] {}};
+    std::promise<void> ended;
+    Engine engine(model, config, runner, [&](std::vector<Output> outputs) {
+        for (const Output& output : outputs)
+            if (output.finish != Finish::None) ended.set_value();
+    });
+    Request request;
+    request.token_ids = {1};
+    request.max_new_tokens = 3;
+    engine.submit(std::move(request));
+    std::this_thread::sleep_for(std::chrono::duration<double>(held));
+    const double during = engine.metrics().stalled_seconds;
+    let_go.set_value();
+    ended.get_future().wait();
+    const double after = engine.metrics().stalled_seconds;
+    while (engine.metrics().running > 0) std::this_thread::yield();
+    std::this_thread::sleep_for(std::chrono::duration<double>(held));
+    return {during, after, engine.metrics().stalled_seconds};
+}
+
 }  // namespace
 
 void register_harness(py::module_& parent) {
     py::module_ m = parent.def_submodule("harness", "The engine's decisions without its threads, for tests.");
     m.def("seconds_per_step_with_threads", &seconds_per_step_with_threads, py::arg("model"),
           py::arg("config"), py::arg("batch"), py::arg("tokens"));
+    m.def("stalled_seconds", &stalled_seconds, py::arg("model"), py::arg("config"), py::arg("held"));
     py::class_<Harness>(m, "Harness", "An orchestrator whose steps the caller makes up.")
         .def(py::init<const ModelConfig&, const EngineConfig&>(), py::arg("model"), py::arg("config"))
         .def("submit", &Harness::submit, py::arg("request"))

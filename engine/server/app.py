@@ -20,6 +20,8 @@ from turbomill.engine.server.metrics import ServerMetrics
 from turbomill.engine.server.protocol import ChatRequest, CompletionRequest
 from turbomill.engine.server.shapes import ChatShape, CompletionShape
 
+HANG_TIMEOUT = 120.0  # seconds; a step is a token, or one chunk of a prompt
+
 
 def _key_check(api_keys: Sequence[str]) -> Any:
     async def check(request: Request) -> None:
@@ -33,10 +35,17 @@ def _key_check(api_keys: Sequence[str]) -> Any:
     return check
 
 
-def create_app(engine: AsyncEngine, model_name: str, api_keys: Sequence[str] = ()) -> FastAPI:
+def create_app(
+    engine: AsyncEngine,
+    model_name: str,
+    api_keys: Sequence[str] = (),
+    *,
+    hang_timeout: float = HANG_TIMEOUT,
+) -> FastAPI:
     """The app that serves `engine` under the name `model_name`. It does not own the engine.
 
-    With `api_keys`, every route under /v1 wants one of them as a bearer token.
+    With `api_keys`, every route under /v1, and those that control the engine, want one of them as a bearer
+    token. /health calls an engine hung whose step takes longer than `hang_timeout` seconds.
     """
     app = FastAPI(title="Turbomill", version=__version__)
     install_error_handlers(app)
@@ -86,9 +95,12 @@ def create_app(engine: AsyncEngine, model_name: str, api_keys: Sequence[str] = (
 
     @app.get("/health")
     async def health() -> JSONResponse:
-        healthy = engine.metrics().healthy
+        now = engine.metrics()
+        hung = now.stalled_seconds > hang_timeout
+        healthy = now.healthy and not hung
+        status = "hung" if hung else "ok" if now.healthy else "unhealthy"
         body = {
-            "status": "ok" if healthy else "unhealthy",
+            "status": "paused" if healthy and now.paused else status,
             "model": model_name,
             "engine": engine.info.name,
             "backend": engine.info.backend,
@@ -103,5 +115,34 @@ def create_app(engine: AsyncEngine, model_name: str, api_keys: Sequence[str] = (
             generate_latest(context.metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST}
         )
 
+    # Routes and parameters as vLLM and LMDeploy have them.
+    control = APIRouter(dependencies=[Depends(_key_check(api_keys))])
+
+    @control.post("/sleep")
+    def sleep(level: int = 1) -> dict[str, Any]:
+        engine.sleep(level)
+        return {"paused": True}
+
+    @control.post("/wakeup")
+    @control.post("/wake_up")
+    def wakeup() -> dict[str, Any]:
+        engine.wakeup()
+        return {"paused": False}
+
+    @control.post("/pause")
+    def pause() -> dict[str, Any]:
+        engine.pause()
+        return {"paused": True}
+
+    @control.post("/resume")
+    def resume() -> dict[str, Any]:
+        engine.resume()
+        return {"paused": False}
+
+    @control.get("/is_sleeping")
+    async def is_sleeping() -> dict[str, Any]:
+        return {"is_sleeping": engine.metrics().paused}
+
+    app.include_router(control)
     app.include_router(v1)
     return app

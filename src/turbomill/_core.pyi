@@ -143,6 +143,11 @@ class Metrics:
     generated_tokens: int
     preemptions: int
     evictions: int  # of cached blocks
+    steps_in_flight: int
+    stalled_seconds: (
+        float  # without a step's end while one is in flight, or with the engine thread not listening
+    )
+    paused: bool
     healthy: bool
     def to_dict(self) -> dict[str, Any]: ...
 

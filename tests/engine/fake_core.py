@@ -71,6 +71,8 @@ class Engine:
         self.next_id, self.steps, self.closing = 1, 0, False
         self.fail_next: str | None = None
         self.finished: list[str] = []
+        self.paused, self.stalled_seconds = False, 0.0
+        self.calls: list[tuple] = []  # of control
         self.thread = threading.Thread(target=self._loop, daemon=True)
         self.thread.start()
         Engine.instances.append(self)
@@ -108,10 +110,31 @@ class Engine:
                 generated_tokens=self.steps,
                 preemptions=0,
                 evictions=0,
+                steps_in_flight=len(self.running),
+                stalled_seconds=self.stalled_seconds,
+                paused=self.paused,
                 cached_blocks=0,
                 cached_tokens=0,
                 healthy=not self.closing,
             )
+
+    def _control(self, paused, *call):
+        with self.lock:
+            self.paused = paused
+            self.calls.append(call)
+            self.lock.notify()
+
+    def pause(self) -> None:
+        self._control(True, "pause")
+
+    def resume(self) -> None:
+        self._control(False, "resume")
+
+    def sleep(self, level) -> None:
+        self._control(True, "sleep", level)
+
+    def wake(self) -> None:
+        self._control(False, "wake")
 
     def close(self) -> None:
         with self.lock:
@@ -122,7 +145,7 @@ class Engine:
     def _loop(self) -> None:
         while True:
             with self.lock:
-                while not (self.waiting or self.running or self.closing):
+                while not self.closing and (self.paused or not (self.waiting or self.running)):
                     self.lock.wait()
                 room = self.config.max_batch_size - len(self.running)
                 self.running += self.waiting[:room]

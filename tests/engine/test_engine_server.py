@@ -304,6 +304,52 @@ async def test_health_says_which_engine_and_whether_it_lives(url, fake_engine):
         assert (await http.get(f"{url}/health")).status_code == 503
 
 
+async def test_health_tells_a_hung_engine_from_a_busy_and_a_paused_one(fake_engine):
+    with serving(fake_engine, hang_timeout=60) as url:
+        async with httpx.AsyncClient() as http:
+            core = fake_engine._engine
+            for stalled, paused, code, status in (
+                (59, False, 200, "ok"),
+                (61, False, 503, "hung"),
+                (0, True, 200, "paused"),
+                (61, True, 503, "hung"),
+            ):
+                core.stalled_seconds, core.paused = stalled, paused
+                response = await http.get(f"{url}/health")
+                assert (response.status_code, response.json()["status"]) == (code, status)
+                assert (
+                    f"turbomill_engine_stalled_seconds {float(stalled)}"
+                    in (await http.get(f"{url}/metrics")).text
+                )
+            core.paused = False
+
+
+async def test_control_routes(fake_engine):
+    with serving(fake_engine, api_keys=["key"]) as url:
+        async with httpx.AsyncClient(headers={"Authorization": "Bearer key"}) as http:
+            for route, sleeping in (
+                ("pause", True),
+                ("resume", False),
+                ("sleep?level=2", True),
+                ("wake_up", False),
+                ("sleep", True),
+                ("wakeup", False),
+            ):
+                assert (await http.post(f"{url}/{route}")).status_code == 200
+                assert (await http.get(f"{url}/is_sleeping")).json() == {"is_sleeping": sleeping}
+            assert (await http.post(f"{url}/sleep?level=7")).status_code == 400
+        assert fake_engine._engine.calls == [
+            ("pause",),
+            ("resume",),
+            ("sleep", 2),
+            ("wake",),
+            ("sleep", 1),
+            ("wake",),
+        ]
+        async with httpx.AsyncClient() as http:
+            assert (await http.post(f"{url}/sleep")).status_code == 401
+
+
 async def test_metrics(url, client):
     await client.completions.create(model="tiny", prompt="abc", temperature=0, max_tokens=5)
     async with httpx.AsyncClient() as http:

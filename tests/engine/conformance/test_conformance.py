@@ -8,6 +8,7 @@ import pytest
 
 from turbomill.engine.config import GenerationConfig
 from turbomill.engine.requests import EngineError, PromptError
+from turbomill.errors import UsageError
 
 PROMPT = list(b"The quick brown fox jumps over the lazy dog")
 
@@ -209,6 +210,33 @@ async def test_metrics_count(engine):
     assert after.prompt_tokens - before.prompt_tokens == len(PROMPT)
     assert after.generated_tokens - before.generated_tokens == 9
     assert after.free_blocks + after.cached_blocks == after.total_blocks
+
+
+@pytest.mark.parametrize("level", [1, 2])
+async def test_sleep_gives_the_blocks_up_and_changes_no_text(engine, level):
+    expected, _, _ = await run(engine, PROMPT, max_new_tokens=100)
+    task = asyncio.create_task(run(engine, PROMPT, max_new_tokens=100))
+    while not engine.metrics().running:
+        await asyncio.sleep(0.001)
+    await asyncio.to_thread(engine.sleep, level)
+    asleep = engine.metrics()
+    assert asleep.paused and asleep.free_blocks == asleep.total_blocks
+    later = asyncio.create_task(run(engine, PROMPT, max_new_tokens=100))
+    await asyncio.sleep(0.05)
+    assert engine.metrics().generated_tokens == asleep.generated_tokens
+    await asyncio.to_thread(engine.wakeup)
+    assert (await task)[0] == (await later)[0] == expected
+    with pytest.raises(UsageError, match="level"):
+        engine.sleep(3)
+
+
+async def test_pause_and_resume(engine):
+    engine.pause()
+    task = asyncio.create_task(run(engine, PROMPT, max_new_tokens=5))
+    await asyncio.sleep(0.05)
+    assert not task.done() and engine.metrics().paused
+    engine.resume()
+    assert len((await task)[0]) == 5
 
 
 async def test_close_ends_running_requests(make_engine):

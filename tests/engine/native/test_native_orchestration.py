@@ -111,7 +111,7 @@ def test_a_step_costs_the_same_however_many_wait(batch: int) -> None:
 
 
 def failed_beginning(cancelled: bool) -> Any:
-    """A step fails after the next one was planned, in which a second request copied rows that it was to write."""
+    """A step fails after the next was planned, in which a second request copied rows it was to write."""
     h = harness()
     first = submit(h, 30, 4, 0)
     slices, _ = h.plan()
