@@ -80,6 +80,29 @@ def kv(
         console.stdout.print(kv_table(run.policies))
 
 
+@evaluate.command()
+@click.argument("runs", metavar="RUN...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout.")
+def compare(runs: tuple[Path, ...], as_json: bool) -> None:
+    """Whether scored models differ by more than chance: each beside the first.
+
+    RUN is the --work-dir of `eval ppl` or `eval kv`; all on the same windows of text. By paired bootstrap
+    over windows, with Holm's correction when there are several.
+    """
+    from turbomill import console
+    from turbomill.reports.compare import compare as compare_models
+    from turbomill.reports.compare import compared_json, scored_models
+    from turbomill.reports.tables import compared_table
+
+    console.setup_logging()
+    models = scored_models(runs)
+    rows = compare_models(models)
+    if as_json:
+        console.emit_json(compared_json(models, rows))
+    else:
+        console.stdout.print(compared_table(rows))
+
+
 def _eval_options(given: dict[str, Any]) -> EvalOptions:
     from turbomill.reports.evaluation import EvalOptions
 

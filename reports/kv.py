@@ -63,6 +63,7 @@ def kv_policy(
         kl=result.kl,
         top1=result.top1,
         decode_tok_s=decode_tok_s,
+        per_window=result.per_window,
     )
 
 

@@ -95,6 +95,7 @@ class KvPolicy(Record):
     kl: float | None
     top1: float | None
     decode_tok_s: float | None
+    per_window: WindowScores | None = Field(None, repr=False)
 
 
 class Variant(Record):

@@ -8,6 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from turbomill.reports.bench_store import StoreSpeed
+from turbomill.reports.compare import Compared
 from turbomill.reports.runs import KvPolicy, ModelCard, Run, Score, Speed, Variant
 
 
@@ -108,7 +109,7 @@ def score_table(model: ModelCard, score: Score) -> Table:
     row = (
         model.name,
         number(score.ppl, 4) + _between(score.ppl_ci, 4),
-        kl_text(score.kl) + _between(score.kl_ci, 4),
+        kl_text(score.kl) + _between(score.kl_ci and (max(score.kl_ci[0], 0.0), max(score.kl_ci[1], 0.0)), 4),
         percent(score.top1),
         percent(score.top5),
         f"{score.positions:,}",
@@ -127,6 +128,28 @@ def worst_table(score: Score) -> Table:
 def _between(bounds: tuple[float, float] | None, digits: int) -> str:
     """An interval after its figure; nothing where there is none."""
     return "" if bounds is None else f" [{number(bounds[0], digits)}, {number(bounds[1], digits)}]"
+
+
+def compared_table(rows: Sequence[Compared]) -> Table:
+    """`eval compare`."""
+    lines = []
+    for row in rows:
+        digits = 3 if row.metric == "nll" else 4
+        change = row.difference
+        lines.append(
+            (
+                escape(row.name),
+                "perplexity" if row.metric == "nll" else "KL",
+                number(row.value, digits),
+                number(row.baseline_value, digits),
+                f"{change.mean:+.4f} [{change.low:+.4f}, {change.high:+.4f}]",
+                f"{row.p_value:.4f}",
+                row.verdict,
+            )
+        )
+    title = escape(f"Against {rows[0].baseline}; differences in nats, with 95 % intervals")
+    columns = ("model", "by", "it", "baseline", "difference", "p", "verdict")
+    return _table(title, columns, lines)
 
 
 def speeds_table(speeds: Sequence[Speed]) -> Table:
