@@ -28,6 +28,13 @@ from turbomill import console
     help="Write a store, or a checkpoint in this format (hf: dense); then MODEL may be a store too.",
 )
 @click.option(
+    "--pad-tp",
+    type=click.Choice(["1", "2", "4", "8"]),
+    default="1",
+    show_default=True,
+    help="Pad MLPs with zeros where a store would not split over so many tensor parallel ranks.",
+)
+@click.option(
     "--force", is_flag=True, help="Replace an existing store, or a checkpoint that turbomill wrote."
 )
 @click.option("--dense", is_flag=True, help="Store a GGUF file's 4-bit linears in 16 bits.")
@@ -40,6 +47,7 @@ def convert(
     target: str,
     force: bool,
     dense: bool,
+    pad_tp: str,
     allow_pickle: bool,
     as_json: bool,
 ) -> None:
@@ -57,7 +65,9 @@ def convert(
     if target == "store":
         from turbomill.convert.store import convert_checkpoint
 
-        convert_checkpoint(model, where, force=force, dense=dense, allow_pickle=allow_pickle)
+        convert_checkpoint(
+            model, where, force=force, dense=dense, allow_pickle=allow_pickle, pad_tp=int(pad_tp)
+        )
     else:
         from turbomill.convert.rewrite import rewrite
 

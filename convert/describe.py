@@ -17,6 +17,7 @@ from turbomill.convert.checkpoint import open_checkpoint
 from turbomill.convert.linear import QuantScheme
 from turbomill.convert.source import kind_of
 from turbomill.convert.store import Store, open_store
+from turbomill.convert.store.slices import fitting_sizes
 from turbomill.errors import CheckpointError, TurbomillError
 
 
@@ -53,6 +54,7 @@ class Description:
     source: dict[str, Any] = field(default_factory=dict)
     provenance: dict[str, Any] = field(default_factory=dict)
     verified: bool | None = None  # None: not asked for
+    tp: list[int] | None = None  # numbers of ranks that a store splits over
 
     def to_dict(self) -> dict[str, Any]:
         """For `--json`."""
@@ -72,6 +74,8 @@ class Description:
             weights.add(self.note)
         types = Counter(line.dtype for line in self.tensors)
         weights.add("tensors: " + ", ".join(f"{count} {kind}" for kind, count in types.most_common()))
+        if self.tp is not None:
+            tree.add(f"tensor parallel ranks: {', '.join(map(str, self.tp))}")
         template = {True: "present", False: "absent", None: "no tokenizer"}[self.chat_template]
         tree.add(f"chat template: {template}")
         tree.add(f"fingerprint: {self.fingerprint}")
@@ -141,6 +145,7 @@ def describe_store(store: Store, verify: bool = False) -> Description:
         source=manifest["source"],
         provenance=manifest["provenance"],
         verified=True if verify else None,
+        tp=fitting_sizes(store.model, store.tensors.values()),
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from turbomill.convert import native
 from turbomill.convert.formats.base import TensorSource, WeightFormat, bias_of
 from turbomill.convert.formats.order import require_plain
 from turbomill.convert.linear import Linear, QuantLinear, QuantScheme, storable_scales
@@ -33,6 +34,8 @@ def pack_words(codes: Tensor) -> Tensor:
 
 def unpack_words(words: Tensor) -> Tensor:
     """int32 [R, N/8] -> uint8 [R, N]."""
+    if native.available():
+        return native.unpack_awq(words)
     codes = torch.empty((*words.shape, 8), dtype=torch.uint8)
     for j, nibble in enumerate(NIBBLE_OF_COLUMN):
         codes[:, :, j] = (words >> 4 * nibble & 15).to(torch.uint8)
