@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from math import prod
+from math import isfinite, prod
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,11 @@ FORMAT_VERSION = 2  # the newest that is known
 READABLE = (1, 2)
 NEW_IN_2 = (".mins", ".order")  # tensors that a reader of version 1 would not miss
 DTYPE_OF = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
+SIZES = (
+    *("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"),
+    "intermediate_size",
+)
+LARGEST = 1 << 31
 # What every manifest has, and of what type.
 REQUIRED: dict[str, type | tuple[type, ...]] = {
     "architecture": str,
@@ -94,6 +99,12 @@ def _check_types(manifest: dict[str, Any]) -> None:
     for key, kind in REQUIRED.items():
         if not isinstance(manifest[key], kind) or isinstance(manifest[key], bool):
             raise ValueError(f"{key} is {str(manifest[key])[:40]!r}")
+    for key in SIZES:
+        if not _is_count(manifest["model"][key]) or not 0 < manifest["model"][key] < LARGEST:
+            raise ValueError(f"model's {key} is {str(manifest['model'][key])[:40]}")
+    for key, value in manifest["model"].items():
+        if not _is_plain(value):
+            raise ValueError(f"model's {key} is {str(value)[:40]}")
     if manifest["dtype"] not in DTYPE_OF:
         raise ValueError(f"dtype {manifest['dtype']!r} is not known")
     files, tokenizer, scheme = manifest["files"], manifest["tokenizer"], manifest["scheme"]
@@ -112,6 +123,15 @@ def _check_types(manifest: dict[str, Any]) -> None:
         raise ValueError(f"scheme is {str(scheme)[:40]}")
     if not all(_is_count(token) for token in [*manifest["eos_token_ids"], manifest["bos_token_id"] or 0]):
         raise ValueError("eos_token_ids or bos_token_id are not whole numbers")
+
+
+def _is_plain(value: Any) -> bool:
+    """A flag, a word, a finite number of a sane size, or a list of such whole numbers."""
+    if isinstance(value, list):
+        return all(_is_count(item) and item < LARGEST for item in value)
+    if isinstance(value, bool | str):
+        return True
+    return isinstance(value, int | float) and isfinite(value) and abs(value) < LARGEST
 
 
 def _is_count(value: Any) -> bool:
