@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -12,10 +13,9 @@ from torch import Tensor
 @cache
 def _repack() -> Any:
     try:
-        from turbomill import _core
+        return import_module("turbomill._core").repack  # by name: the package itself imports more
     except ImportError:
         return None
-    return _core.repack
 
 
 def available() -> bool:
