@@ -70,7 +70,7 @@ class AsyncEngine(Protocol):
         ...
 
     def wakeup(self) -> None:
-        """Take the memory again and go on. Raises EngineError when it is not there, and may be tried again."""
+        """Take the memory again and go on. Raises EngineError when it is not there; may be tried again."""
         ...
 
     def close(self) -> None:
