@@ -1,5 +1,5 @@
-"""Many clients on a tiny pool: random texts, rules, cancels, sleeps. It needs the core alone, so that it can run
-under a sanitizer:
+"""Many clients on a tiny pool: random texts, rules, cancels, sleeps. It needs the core alone, so that it can
+run under a sanitizer:
 
     python stress.py dump STORE model.json
     LD_PRELOAD=libtsan.so python stress.py run model.json --seconds 60 --clients 64
