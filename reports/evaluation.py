@@ -1,10 +1,11 @@
-"""What every evaluation needs: the text's windows, two models that can be compared, a pass of the engine."""
+"""What every evaluation needs: two models that can be compared, the reference, a pass of the engine."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,20 +15,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from turbomill import __version__, console
-from turbomill.calib_data import Windows, load_texts, token_ids
-from turbomill.calib_data.windows import fingerprint, windows
+from turbomill.calib_data import Windows
 from turbomill.convert.source import kind_of, resolve_model
 from turbomill.convert.store import Store
 from turbomill.convert.writer import MARKER
 from turbomill.engine.config import EngineConfig
 from turbomill.engine.stores import cache_dir
 from turbomill.engine.turbomind import TurbomindEngine
-from turbomill.errors import TurbomillError, UsageError
-from turbomill.reports.reference import ReferenceCache, reference_key
-from turbomill.reports.runs import Score
-from turbomill.reports.scores import Reference, Tally, check_logits, make_reference, score_window
+from turbomill.errors import UsageError
+from turbomill.reports.reference import Reference, ReferenceCache, make_reference, reference_key
+from turbomill.reports.runs import Score, WorstWindow
+from turbomill.reports.scores import Tally, check_logits, score_window, worst
+from turbomill.reports.text import EvalWindows, TextOptions
 
 logger = logging.getLogger("turbomill.reports")
+
+SHOWN_TOKENS, SHOWN_CHARACTERS = 48, 120  # of a bad window
 
 
 class Scorer(Protocol):
@@ -39,20 +42,12 @@ class Scorer(Protocol):
 
 
 @dataclass(frozen=True)
-class EvalOptions:
+class EvalOptions(TextOptions):
     """Which text, how it is cut, and how the engine runs."""
 
-    dataset: str = "builtin"
-    windows: int = 24
-    window_len: int = 1024
     num_threads: int = 0
     cache_dtype: str = "auto"
     cache: Path = field(default_factory=lambda: cache_dir() / "reference")
-
-    def __post_init__(self) -> None:
-        for name in ("windows", "window_len"):
-            if getattr(self, name) < (low := 1 if name == "windows" else 2):
-                raise UsageError(f"--{name.replace('_', '-')} {getattr(self, name)}: expected at least {low}")
 
     def engine_config(self, quant_policy: int) -> EngineConfig:
         """One window at a time."""
@@ -62,27 +57,17 @@ class EvalOptions:
             quant_policy=quant_policy,
             cache_dtype=self.cache_dtype,
             num_threads=self.num_threads,
+            enable_prefix_caching=False,  # windows that overlap are still computed from their beginning
         )
 
 
-def load_eval_windows(store: Store, options: EvalOptions) -> Windows:
-    """The evaluation text's windows with the store's tokenizer. Raises when not one whole window is there."""
-    if options.window_len > store.context_length:
-        raise UsageError(
-            f"--window-len {options.window_len}: the model's context is {store.context_length} tokens"
-        )
-    if options.dataset == "self":
-        raise UsageError("--dataset self: a model's own text cannot score it; use builtin or a file")
-    limit = None if options.dataset == "builtin" else 16 * options.windows * options.window_len
-    tokenizer = store.tokenizer()
-    ids = token_ids(tokenizer, load_texts(options.dataset, "evaluation", tokenizer, limit))
-    if ids.numel() < options.window_len:
-        raise TurbomillError(
-            f"--dataset {options.dataset}: {ids.numel()} tokens of text are too short for one window of "
-            f"{options.window_len}; give more text or a smaller --window-len"
-        )
-    cut = windows(ids, options.windows, options.window_len, source=options.dataset)
-    return Windows(cut, options.dataset, "evaluation", fingerprint(cut))
+def read_marker(model: str, store: Store) -> dict[str, Any] | None:
+    """What `turbomill lite` recorded of the checkpoint that MODEL is or was converted from, if it made it."""
+    path = resolve_model(model)
+    if kind_of(path) == "store":
+        path = Path(store.manifest.get("source", {}).get("path", ""))
+    marker = path / MARKER
+    return json.loads(marker.read_text(encoding="utf-8")) if marker.is_file() else None
 
 
 def find_reference(model: str, store: Store) -> str | None:
@@ -92,20 +77,16 @@ def find_reference(model: str, store: Store) -> str | None:
     """
     if store.scheme is None:
         return None
-    path = resolve_model(model)
-    if kind_of(path) == "store":
-        path = Path(store.manifest.get("source", {}).get("path", ""))
-    marker = path / MARKER
-    if not marker.is_file():
+    made = read_marker(model, store)
+    if made is None:
         return None
-    made = json.loads(marker.read_text(encoding="utf-8"))
     source = made.get("source")
     if not source or not Path(source).exists():
         return None
     from turbomill.convert.checkpoint import open_checkpoint
 
     if open_checkpoint(source).fingerprint != made.get("source_fingerprint"):
-        logger.warning("%s has changed since %s was quantized from it: not used as reference", source, path)
+        logger.warning("%s has changed since %s was quantized from it: not used as reference", source, model)
         return None
     return source
 
@@ -160,7 +141,7 @@ def score(
     cut: Windows,
     references: References | None,
     name: str,
-) -> Score:
+) -> Tally:
     """Score an engine window by window. Raises LogitsError naming the window whose logits are not finite."""
     tally = Tally()
     with console.progress(f"score {name}", cut.count) as task:
@@ -168,17 +149,36 @@ def score(
             logits = asyncio.run(engine.logits(ids.tolist()))
             check_logits(logits, index, name)
             reference = None if references is None else references[index]
-            tally.results.append(score_window(ids.numpy(), logits, reference))
+            first = cut.first(index) if isinstance(cut, EvalWindows) else 0
+            tally.results.append(score_window(ids.numpy(), logits, reference, first))
             task.advance()
-    return tally.score()
+    return tally
+
+
+def with_worst(score: Score, cut: Windows, tokenizer: Any) -> Score:
+    """The score with its worst windows, as text."""
+    per_window = score.per_window
+    assert per_window is not None
+    shown = [
+        WorstWindow(
+            index=i,
+            ppl=math.exp(per_window.nll[i]),
+            kl=None if per_window.kl is None else per_window.kl[i],
+            top1=None if per_window.top1 is None else per_window.top1[i],
+            text=" ".join(tokenizer.decode(cut.ids[i, :SHOWN_TOKENS].tolist()).split())[:SHOWN_CHARACTERS],
+        )
+        for i in worst(per_window)
+    ]
+    return score.model_copy(update={"worst": shown})
 
 
 def describe_options(options: EvalOptions, **more: Any) -> dict[str, Any]:
     """What provenance records."""
     return {
         "dataset": options.dataset,
-        "windows": options.windows,
+        "windows": "all" if options.windows is None else options.windows,
         "window_len": options.window_len,
+        "stride": options.stride,
         "cache_dtype": options.cache_dtype,
         "num_threads": options.num_threads,
         **more,

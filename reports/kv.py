@@ -16,10 +16,11 @@ from turbomill.reports.evaluation import (
     References,
     check_comparable,
     describe_options,
-    load_eval_windows,
+    read_marker,
     score,
 )
 from turbomill.reports.runs import KvPolicy, Run, Score, check_run_dir, model_card, new_run, save_run
+from turbomill.reports.text import load_eval_windows
 
 POLICIES = (0, 8, 4)
 DECODE = Load(batch=1, prompt_tokens=64, completion_tokens=32)
@@ -62,6 +63,7 @@ def kv_policy(
         kl=result.kl,
         top1=result.top1,
         decode_tok_s=decode_tok_s,
+        per_window=result.per_window,
     )
 
 
@@ -89,7 +91,8 @@ def evaluate_kv(
     reference_store = store if reference is None else open_model(reference)
     if reference is not None:
         check_comparable(store, reference_store)
-    cut = load_eval_windows(store, options)
+    made = read_marker(model, store) or {}
+    cut = load_eval_windows(store, options, made.get("calibration"))
     run = new_run(
         "kv",
         describe_options(options, policies=list(policies)),
@@ -105,7 +108,7 @@ def evaluate_kv(
             with TurbomindEngine(store, options.engine_config(policy), reason="it is scored") as engine:
                 load = decode_load(store, options.window_len)
                 speed = measure(engine, load, store.model["vocab_size"], rounds=rounds)
-                result = score(engine, cut, references, f"{model} KV {bits_name(policy)}")
+                result = score(engine, cut, references, f"{model} KV {bits_name(policy)}").score()
             rows.append(kv_policy(store, policy, result, speed.decode_tok_s, options.cache_dtype))
     except TurbomillError as error:
         run = run.model_copy(update={"status": "failed", "error": str(error)})

@@ -14,10 +14,12 @@ from turbomill.reports.evaluation import (
     check_comparable,
     describe_options,
     find_reference,
-    load_eval_windows,
+    read_marker,
     score,
+    with_worst,
 )
 from turbomill.reports.runs import Run, check_run_dir, model_card, new_run, save_run
+from turbomill.reports.text import load_eval_windows
 
 logger = logging.getLogger("turbomill.reports")
 
@@ -43,7 +45,8 @@ def evaluate_ppl(
     reference_store = None if reference is None else open_model(reference)
     if reference_store is not None:
         check_comparable(store, reference_store)
-    cut = load_eval_windows(store, options)
+    made = read_marker(model, store) or {}
+    cut = load_eval_windows(store, options, made.get("calibration"))
     run = new_run(
         "ppl",
         describe_options(options, quant_policy=quant_policy),
@@ -56,7 +59,8 @@ def evaluate_ppl(
         if references is not None:
             references.prepare()
         with TurbomindEngine(store, options.engine_config(quant_policy), reason="it is scored") as engine:
-            run = run.model_copy(update={"score": score(engine, cut, references, model)})
+            result = score(engine, cut, references, model).score()
+        run = run.model_copy(update={"score": with_worst(result, cut, store.tokenizer())})
     except TurbomillError as error:
         run = run.model_copy(update={"status": "failed", "error": str(error)})
         raise

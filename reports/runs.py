@@ -15,7 +15,8 @@ from turbomill.errors import TurbomillError, UsageError
 if TYPE_CHECKING:
     from turbomill.convert.store import Store
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+READABLE = (1, 2)  # 2 added fields, all of which may be missing
 RUN_FILE = "run.json"
 Kind = Literal["ppl", "kv", "bench_engine", "bench_serve", "demo", "quantize"]
 
@@ -44,6 +45,18 @@ class WindowScores(Record):
     nll: list[float]
     kl: list[float] | None
     top1: list[float] | None
+    top5: list[float] | None = None
+    tokens: list[int] | None = None  # that `nll` is the mean over
+
+
+class WorstWindow(Record):
+    """A window that came out badly, for people to look at."""
+
+    index: int
+    ppl: float
+    kl: float | None
+    top1: float | None
+    text: str  # how it begins
 
 
 class Score(Record):
@@ -52,7 +65,11 @@ class Score(Record):
     ppl: float
     kl: float | None  # None: no reference
     top1: float | None
+    top5: float | None = None  # share of the reference's five likeliest tokens among the five likeliest
     positions: int  # that KL and top-1 are means over
+    ppl_ci: tuple[float, float] | None = None  # 95 %; None: a single window
+    kl_ci: tuple[float, float] | None = None
+    worst: list[WorstWindow] = []
     per_window: WindowScores | None = Field(None, repr=False)
 
 
@@ -78,6 +95,7 @@ class KvPolicy(Record):
     kl: float | None
     top1: float | None
     decode_tok_s: float | None
+    per_window: WindowScores | None = Field(None, repr=False)
 
 
 class Variant(Record):
@@ -112,7 +130,7 @@ class LayerResult(Record):
 class Run(Record):
     """Everything one command measured. Which lists are filled depends on `kind`."""
 
-    schema_version: Literal[1] = SCHEMA_VERSION
+    schema_version: Literal[1, 2] = SCHEMA_VERSION
     kind: Kind
     status: Literal["complete", "failed"] = "complete"
     error: str | None = None  # why a failed run failed
@@ -191,9 +209,10 @@ def load_run(path: Path) -> Run:
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise TurbomillError(f"{file}: not JSON ({error}); make the run again") from None
     version = data.get("schema_version") if isinstance(data, dict) else None
-    if version != SCHEMA_VERSION:
+    if version not in READABLE:
         raise TurbomillError(
-            f"{file}: schema_version is {version}, this turbomill reads {SCHEMA_VERSION}; make the run again"
+            f"{file}: schema_version is {version}, this turbomill reads {' and '.join(map(str, READABLE))}; "
+            "make the run again"
         )
     try:
         return Run.model_validate(data)

@@ -18,9 +18,10 @@ from turbomill.engine.config import EngineConfig
 from turbomill.engine.turbomind import TurbomindEngine
 from turbomill.errors import TurbomillError
 from turbomill.reports.bench_engine import measure
-from turbomill.reports.evaluation import EvalOptions, References, check_comparable, load_eval_windows, score
+from turbomill.reports.evaluation import EvalOptions, References, check_comparable, score
 from turbomill.reports.kv import bits_name, decode_load, kv_policy
 from turbomill.reports.runs import KvPolicy, Variant, model_card, write_atomic
+from turbomill.reports.text import load_eval_windows
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def score_variant(spec: VariantSpec) -> Variant:
     rows: list[KvPolicy] = []
     for policy, speed in zip(spec.policies, speeds, strict=True):
         with TurbomindEngine(store, options.engine_config(policy), reason="it is scored") as engine:
-            result = score(engine, cut, references, f"{spec.name} KV {bits_name(policy)}")
+            result = score(engine, cut, references, f"{spec.name} KV {bits_name(policy)}").score()
         rows.append(kv_policy(store, policy, result, speed))
     first = rows[0]
     return Variant(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rich.markup import escape
 from rich.table import Table
 
 from turbomill.reports.bench_store import StoreSpeed
+from turbomill.reports.compare import Compared
 from turbomill.reports.runs import KvPolicy, ModelCard, Run, Score, Speed, Variant
 
 
@@ -41,6 +43,7 @@ def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) ->
 
 VARIANT_COLUMNS = ("variant", "perplexity", "KL", "top-1", "on disk", "peak memory", "decode tok/s")
 KV_COLUMNS = ("KV bits", "bytes/token", "perplexity", "KL", "top-1", "decode tok/s")
+SCORE_COLUMNS = ("model", "perplexity", "KL", "top-1", "top-5", "positions")
 SPEED_COLUMNS = ("batch", "prompt", "output", "prefill tok/s", "decode tok/s")
 LATENCY_COLUMNS = ("ms", "mean", "median", "p90", "p95", "p99")
 
@@ -103,8 +106,50 @@ def kv_table(policies: Sequence[KvPolicy]) -> Table:
 
 def score_table(model: ModelCard, score: Score) -> Table:
     """`eval ppl`."""
-    row = (model.name, number(score.ppl, 4), kl_text(score.kl), percent(score.top1), f"{score.positions:,}")
-    return _table("Score", ("model", "perplexity", "KL", "top-1", "positions"), [row])
+    row = (
+        model.name,
+        number(score.ppl, 4) + _between(score.ppl_ci, 4),
+        kl_text(score.kl) + _between(score.kl_ci and (max(score.kl_ci[0], 0.0), max(score.kl_ci[1], 0.0)), 4),
+        percent(score.top1),
+        percent(score.top5),
+        f"{score.positions:,}",
+    )
+    return _table("Score, with 95 % intervals", SCORE_COLUMNS, [row])
+
+
+def worst_table(score: Score) -> Table:
+    """The windows that `eval ppl` found worst."""
+    rows = [
+        (str(w.index), number(w.ppl, 3), kl_text(w.kl), percent(w.top1), escape(w.text)) for w in score.worst
+    ]
+    return _table("Worst windows", ("window", "perplexity", "KL", "top-1", "begins"), rows)
+
+
+def _between(bounds: tuple[float, float] | None, digits: int) -> str:
+    """An interval after its figure; nothing where there is none."""
+    return "" if bounds is None else f" [{number(bounds[0], digits)}, {number(bounds[1], digits)}]"
+
+
+def compared_table(rows: Sequence[Compared]) -> Table:
+    """`eval compare`."""
+    lines = []
+    for row in rows:
+        digits = 3 if row.metric == "nll" else 4
+        change = row.difference
+        lines.append(
+            (
+                escape(row.name),
+                "perplexity" if row.metric == "nll" else "KL",
+                number(row.value, digits),
+                number(row.baseline_value, digits),
+                f"{change.mean:+.4f} [{change.low:+.4f}, {change.high:+.4f}]",
+                f"{row.p_value:.4f}",
+                row.verdict,
+            )
+        )
+    title = escape(f"Against {rows[0].baseline}; differences in nats, with 95 % intervals")
+    columns = ("model", "by", "it", "baseline", "difference", "p", "verdict")
+    return _table(title, columns, lines)
 
 
 def speeds_table(speeds: Sequence[Speed]) -> Table:

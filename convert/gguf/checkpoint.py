@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import re
 import shutil
 from collections import Counter
@@ -25,6 +26,7 @@ from turbomill.convert.gguf.metadata import Metadata
 from turbomill.convert.gguf.models import GLOBAL_NAMES, config_of, find_model
 from turbomill.convert.gguf.rope import FACTORS
 from turbomill.convert.hf import load_tokenizer
+from turbomill.convert.wrapped import WrappedCheckpoint
 from turbomill.errors import CheckpointError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -103,6 +105,18 @@ class GgufCheckpoint(Checkpoint):
             **{key: value for key, value in ids.items() if value is not None},
         }
         self._tokenizer: PreTrainedTokenizerBase | None = None  # slow to read, so kept
+
+    @property
+    def note(self) -> str:
+        """Which block types lose their form: all but those of linears with codes."""
+        linears = self.arch.linear_prefixes(self.config)
+        return self.lost({f"{prefix}.weight" for prefix in linears if self.format_of(prefix).scheme})
+
+    def lost(self, kept: set[str]) -> str:
+        """Which block types do when the tensors `kept` keep theirs; 16 and 32 bits are no blocks."""
+        kinds = {part.tensor.kind for name, part in self._parts.items() if name not in kept}
+        blocks = ", ".join(sorted(kinds - {"F32", "F16", "BF16"}))
+        return f"{blocks} dequantized to {str(self._dtype).removeprefix('torch.')}" if blocks else ""
 
     def _named(self, tensor: GgufTensor) -> dict[str, Part]:
         """A file's tensor under its Hugging Face name or names; one that is not known keeps its own."""
@@ -216,15 +230,25 @@ class GgufCheckpoint(Checkpoint):
             )
         return values.to(self._dtype).contiguous()
 
+    def release(self) -> None:
+        """Drop the mapped pages: they stay in the system's cache, and no longer count as this process's."""
+        for file in self._files:
+            file.data.madvise(mmap.MADV_DONTNEED)
+
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Files beside the model, or else transformers' reading of the metadata."""
-        from transformers import AutoTokenizer
-
         if self._tokenizer is not None:
             return self._tokenizer
         if self._has_tokenizer_files():
             self._tokenizer = load_tokenizer(self.path.parent)
             return self._tokenizer
+        if "tokenizer.ggml.model" not in self._fields:
+            raise CheckpointError(
+                f"{self.path}: has no tokenizer; put the model's tokenizer.json and tokenizer_config.json "
+                "beside the file"
+            )
+        from transformers import AutoTokenizer
+
         try:
             found = AutoTokenizer.from_pretrained(str(self.path.parent), gguf_file=self.path.name)
         except Exception as error:  # transformers raises many types here
@@ -261,6 +285,19 @@ class GgufCheckpoint(Checkpoint):
             self.tokenizer().save_pretrained(str(dst))
         text = json.dumps(self.generation_config(), indent=2) + "\n"
         (dst / "generation_config.json").write_text(text, encoding="utf-8")
+
+
+class DequantizedGguf(WrappedCheckpoint):
+    """A GGUF file without codes: every linear is the 16-bit numbers that it stands for."""
+
+    def __init__(self, source: GgufCheckpoint) -> None:
+        super().__init__(source)
+        self._note = source.lost(set())
+
+    @property
+    def note(self) -> str:
+        """Every block type."""
+        return self._note
 
 
 def _others(first: GgufFile) -> list[GgufFile]:

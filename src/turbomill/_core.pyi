@@ -15,6 +15,7 @@ def cpu_features() -> dict[str, Any]:
 def cuda_devices() -> list[dict[str, Any]]:
     """GPUs by number: [{"name", "capability": (major, minor), "free_bytes", "total_bytes"}]."""
 
+repack: Any  # byte orders of 4-bit codes, for turbomill.convert.native
 harness: Any  # the engine's decisions step by step, without its threads, for tests
 kernels: Any  # single CPU kernels on numpy arrays, for tests and benchmarks
 kernels_cuda: Any  # single GPU kernels and their timers; only in builds with the cuda backend

@@ -14,9 +14,10 @@ from turbomill.engine.stores import open_model
 from turbomill.engine.turbomind import TurbomindEngine
 from turbomill.errors import TurbomillError, UsageError
 from turbomill.reports import evaluation
-from turbomill.reports.evaluation import EvalOptions, References, load_eval_windows, score
+from turbomill.reports.evaluation import EvalOptions, References, score
 from turbomill.reports.perplexity import evaluate_ppl
 from turbomill.reports.runs import load_run
+from turbomill.reports.text import TextOptions, load_eval_windows
 
 pytest.importorskip("turbomill._core")
 
@@ -48,6 +49,13 @@ def test_equals_transformers(tiny, tiny_rtn, options, tmp_path):
     assert run.score.ppl == pytest.approx(np.exp(nll), rel=2e-4)
     assert run.score.kl == pytest.approx(kl, rel=2e-2) and run.score.kl > 0.001
     assert run.score.top1 == pytest.approx(top1, abs=0.02)
+    assert 0 <= run.score.top1 <= 1 and run.score.top1 - 0.3 < run.score.top5 <= 1
+    low, high = run.score.ppl_ci
+    assert low < run.score.ppl < high and run.score.kl_ci[0] < run.score.kl < run.score.kl_ci[1]
+    kls = run.score.per_window.kl
+    assert [w.index for w in run.score.worst] == sorted(range(3), key=lambda i: -kls[i])
+    shown = open_model(tiny).tokenizer().decode(ids[run.score.worst[0].index].tolist())
+    assert " ".join(shown.split()).startswith(run.score.worst[0].text[:20])
     assert load_run(tmp_path / "run") == run
     assert run.provenance["settings"]["window_len"] == 100 and run.windows["sha256"]
 
@@ -153,6 +161,91 @@ class BrokenEngine:
         out[7] = np.nan if self.calls == 1 else 0
         self.calls += 1
         return out
+
+
+def test_the_calibrations_own_text_is_refused(tiny, text_file, tmp_path):
+    """Known by its path, by its folder, or by the windows in it."""
+    from turbomill.quant import QuantOptions, quantize
+
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    text = folder / "text.txt"
+    text.write_bytes(text_file.read_bytes())
+    work_dir = tmp_path / "awq"
+    options = QuantOptions(group=64, calib_dataset=str(text), calib_samples=2, calib_seqlen=64)
+    quantize(tiny, work_dir, "awq", options)
+    for name in (text, folder, text_file):
+        for model in (work_dir, open_model(work_dir).path):
+            with pytest.raises(UsageError, match=r"--dataset .*calibrated on this text.*--force"):
+                evaluate_ppl(str(model), EvalOptions(str(name), windows=2, window_len=64))
+    forced = EvalOptions(str(text), windows=2, window_len=64, force=True, cache=tmp_path / "cache")
+    assert evaluate_ppl(str(work_dir), forced).score.kl > 0
+    other = tmp_path / "other.txt"
+    other.write_text(text.read_text().upper())
+    made = json.loads((work_dir / "turbomill.json").read_text())["calibration"]
+    load_eval_windows(open_model(work_dir), EvalOptions(str(other), windows=2, window_len=64), made)
+
+
+def test_all_windows_follow_one_another_as_in_the_papers(tiny_store, text_file):
+    """GPTQ's evaluation: the text's ids, its beginning first, cut into windows that do not overlap."""
+    cut = load_eval_windows(tiny_store, TextOptions(str(text_file), windows=None, window_len=128))
+    ids = tiny_store.tokenizer()(text_file.read_text())["input_ids"]
+    count = len(ids) // 128
+    assert count > 10 and cut.ids.tolist() == [ids[i * 128 : (i + 1) * 128] for i in range(count)]
+    assert {cut.first(i) for i in range(count)} == {0}
+
+
+def test_the_papers_text_begins_as_the_tokenizer_begins_one(tiny_store, text_file, monkeypatch):
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = tiny_store.tokenizer()
+    start = tokenizer.convert_ids_to_tokens(7)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{start} $A", special_tokens=[(start, 7)]
+    )
+    monkeypatch.setattr(type(tiny_store), "tokenizer", lambda self: tokenizer)
+    papers = load_eval_windows(tiny_store, TextOptions(str(text_file), windows=None, window_len=64)).ids
+    spread = load_eval_windows(tiny_store, TextOptions(str(text_file), windows=1, window_len=64)).ids
+    assert papers[0].tolist() == [7, *spread[0, :-1].tolist()] and 7 not in papers[1:]
+
+
+def test_a_stride_scores_every_token_once_with_more_context(tiny, options, text_file):
+    strided = EvalOptions(
+        str(text_file), windows=3, window_len=100, stride=40, num_threads=2, cache=options.cache
+    )
+    run = evaluate_ppl(str(tiny), strided, reference=str(tiny))
+    assert run.score.positions == 100 + 2 * 40 and run.score.per_window.tokens == [99, 40, 40]
+    ids = load_eval_windows(open_model(tiny), strided).ids
+    model = load_dense_model(open_checkpoint(tiny))
+    losses = []
+    with torch.inference_mode():
+        for i, window in enumerate(ids):
+            log_p = model(input_ids=window[None]).logits[0].double().log_softmax(-1)
+            nll = -log_p[:-1].gather(1, window[1:, None])[:, 0]
+            losses.append(nll if i == 0 else nll[-40:])
+    assert run.score.ppl == pytest.approx(float(torch.cat(losses).mean().exp()), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "option"),
+    [({"windows": 0}, "--windows 0"), ({"window_len": 1}, "--window-len"), ({"stride": 65}, "--stride 65")],
+)
+def test_options_are_checked(changes, option):
+    with pytest.raises(UsageError, match=option):
+        TextOptions(**{"window_len": 64, **changes})
+
+
+def test_a_damaged_cache_is_named(tiny_store, options):
+    references = References(tiny_store, load_eval_windows(tiny_store, options), options)
+    references.prepare()
+    file = references._cache.path / "1" / "roots.zst"
+    file.write_bytes(file.read_bytes()[:-3] + b"abc")
+    with pytest.raises(TurbomillError, match=r"1: damaged.*delete it"):
+        references[1]
+    (file.parent / "index.npz").write_bytes(b"")
+    with pytest.raises(TurbomillError, match="1: unreadable"):
+        references[1]
+    assert references[0].vocab == 256
 
 
 def test_nan_logits_name_their_window():

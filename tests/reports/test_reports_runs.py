@@ -25,9 +25,18 @@ def test_provenance_says_what_made_it():
 def test_others_can_read_it(tmp_path):
     save_run(demo_run(), tmp_path)
     data = json.loads((tmp_path / "run.json").read_text())
-    assert data["schema_version"] == 1
+    assert data["schema_version"] == 2
     assert [v["name"] for v in data["variants"]] == ["fp16", "rtn", "awq", "gptq"]
     assert data["variants"][2]["kv"]["8"]["quant_policy"] == 8
+
+
+def test_older_files_are_read(tmp_path):
+    """Version 1 lacks fields that have defaults."""
+    data = {**demo_run().model_dump(), "schema_version": 1}
+    data["score"] = {"ppl": 8.0, "kl": None, "top1": None, "positions": 9, "per_window": None}
+    (tmp_path / "run.json").write_text(json.dumps(data))
+    run = load_run(tmp_path)
+    assert run.score.ppl == 8 and run.score.top5 is None and run.score.ppl_ci is None
 
 
 def broken(**changes):
@@ -37,7 +46,7 @@ def broken(**changes):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (json.dumps(broken(schema_version=2)), "schema_version is 2, this turbomill reads 1"),
+        (json.dumps(broken(schema_version=3)), "schema_version is 3, this turbomill reads 1 and 2"),
         (json.dumps({}), "schema_version is None"),
         (json.dumps([]), "schema_version is None"),
         (json.dumps(broken(variants=[{"name": "x"}])), r"variants\.0\.model: Field required"),

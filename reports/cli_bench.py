@@ -1,0 +1,169 @@
+"""`turbomill bench`."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import rich_click as click
+
+from turbomill.commands import SETTINGS
+from turbomill.reports.cli_options import OUTPUT, POLICY, THREADS, IntList
+
+
+@click.group(context_settings=SETTINGS)
+def bench() -> None:
+    """Measure speed."""
+
+
+@bench.command()
+@click.argument("model")
+@click.option(
+    "--concurrency", type=IntList(), default="1,4,16", show_default=True, help="Sequences that run together."
+)
+@click.option("--prompt-tokens", type=IntList(), default="128", show_default=True, help="Prompt lengths.")
+@click.option("--completion-tokens", type=IntList(), default="64", show_default=True, help="Output lengths.")
+@click.option("--test-round", default=3, show_default=True, help="Rounds; the medians are shown.")
+@click.option("--warmup-round", default=1, show_default=True, help="Rounds before, which do not count.")
+@click.option("--seed", default=0, show_default=True, help="Of the random prompts.")
+@POLICY
+@THREADS
+@OUTPUT
+def engine(
+    model: str,
+    concurrency: tuple[int, ...],
+    prompt_tokens: tuple[int, ...],
+    completion_tokens: tuple[int, ...],
+    test_round: int,
+    warmup_round: int,
+    quant_policy: str,
+    as_json: bool,
+    **given: Any,
+) -> None:
+    """Prefill and decode tokens/s of the engine alone, over a grid of batch sizes and lengths."""
+    from turbomill import console
+    from turbomill.reports.bench_engine import Load, bench_engine
+    from turbomill.reports.tables import speeds_table
+
+    console.setup_logging()
+    loads = [Load(b, p, c) for p in prompt_tokens for c in completion_tokens for b in concurrency]
+    run = bench_engine(
+        model, loads, rounds=test_round, warmup=warmup_round, quant_policy=int(quant_policy), **given
+    )
+    if as_json:
+        console.emit_json(
+            {
+                "model": run.model and run.model.model_dump(),
+                "engine": [speed.model_dump() for speed in run.engine],
+                "provenance": run.provenance,
+            }
+        )
+    else:
+        console.stdout.print(speeds_table(run.engine))
+
+
+@bench.command()
+@click.argument("model", required=False)
+@click.option("--base-url", help="A running OpenAI-compatible server, such as http://127.0.0.1:23333.")
+@click.option("--model-name", "served_name", help="Name at the server of --base-url.  [its first model]")
+@click.option("--api-key", envvar="OPENAI_API_KEY", help="Bearer token.  [$OPENAI_API_KEY]")
+@click.option("--num-prompts", default=32, show_default=True, help="Requests.")
+@click.option("--random-input-len", default=128, show_default=True, help="Tokens per prompt.")
+@click.option("--random-output-len", default=64, show_default=True, help="Tokens per answer.")
+@click.option(
+    "--request-rate",
+    type=float,
+    default=math.inf,
+    show_default=True,
+    help="Requests/s of a Poisson process (open loop).",
+)
+@click.option("--max-concurrency", type=int, help="Requests at a time (closed loop).  [no limit]")
+@click.option(
+    "--ignore-eos/--no-ignore-eos", default=True, show_default=True, help="Answers of exactly that length."
+)
+@click.option(
+    "--vocab-size",
+    default=1000,
+    show_default=True,
+    help="With --base-url, random prompts are token ids below this.",
+)
+@click.option("--seed", default=0, show_default=True, help="Of the prompts and of the Poisson process.")
+@POLICY
+@THREADS
+@OUTPUT
+def serve(
+    model: str | None,
+    base_url: str | None,
+    served_name: str | None,
+    api_key: str | None,
+    random_input_len: int,
+    random_output_len: int,
+    quant_policy: str,
+    num_threads: int,
+    work_dir: Path | None,
+    as_json: bool,
+    **given: Any,
+) -> None:
+    """Load a server over HTTP: TTFT, TPOT, ITL and end-to-end latency; JSON as `vllm bench serve` has it.
+
+    Give MODEL to start a server for it, or --base-url of one that runs.
+    """
+    from turbomill import console
+    from turbomill.reports.bench_serve import bench_serve
+    from turbomill.reports.load_client import LoadOptions
+    from turbomill.reports.tables import serve_tables
+
+    console.setup_logging()
+    run = bench_serve(
+        LoadOptions(input_len=random_input_len, output_len=random_output_len, **given),
+        model=model,
+        base_url=base_url,
+        served_name=served_name,
+        api_key=api_key,
+        quant_policy=int(quant_policy),
+        num_threads=num_threads,
+        work_dir=work_dir,
+    )
+    if as_json:
+        console.emit_json(run.serve[0])
+    else:
+        for table in serve_tables(run):
+            console.stdout.print(table)
+        for error in sorted(set(run.serve[0]["errors"])):
+            console.stderr.print(f"failed request: {error}", markup=False)
+
+
+@bench.command("store")
+@click.argument("model", required=False)
+@click.option("--random", "shape", metavar="SHAPE", help="llama-3-8b or llama-3.2-1b, with random weights.")
+@click.option("--w-bits", type=int, default=4, show_default=True, help="Of --random's linears: 4 or 16.")
+@click.option("--device", default="auto", show_default=True, help="Where the engine loads the store.")
+@click.option(
+    "--work-dir",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    help="On the disk to measure; what is written there goes away again.  [the system's temporary folder]",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout.")
+def bench_the_store(
+    model: str | None, shape: str | None, w_bits: int, device: str, work_dir: Path | None, as_json: bool
+) -> None:
+    """Conversion beside `cp -r`, loading beside a plain read: the same bytes, none of them cached.
+
+    Give MODEL, a checkpoint, or --random.
+    """
+    from turbomill import console
+    from turbomill.reports.bench_store import bench_random, bench_store
+    from turbomill.reports.tables import store_table
+
+    console.setup_logging()
+    if (model is None) == (shape is None):
+        raise click.UsageError("Give MODEL or --random, one of them.")
+    if model is not None:
+        speed = bench_store(model, work_dir, device)
+    else:
+        speed = bench_random(str(shape), w_bits, work_dir, device)
+    if as_json:
+        console.emit_json(speed.to_dict())
+    else:
+        console.stdout.print(store_table(speed))
