@@ -42,16 +42,18 @@ void ModelExecutor::run() {
 }
 
 void ModelExecutor::call(const std::function<void()>& task) {
-    std::promise<void> done;
-    queue_.push({nullptr, [&] {
+    // Owned by both: set_value() may still be at work when the waiting thread goes on.
+    const auto done = std::make_shared<std::promise<void>>();
+    auto result = done->get_future();
+    queue_.push({nullptr, [done, task] {
                      try {
                          task();
-                         done.set_value();
+                         done->set_value();
                      } catch (...) {
-                         done.set_exception(std::current_exception());
+                         done->set_exception(std::current_exception());
                      }
                  }});
-    done.get_future().get();
+    result.get();
 }
 
 void ModelExecutor::issue(std::unique_ptr<BatchData> batch) {
