@@ -9,6 +9,7 @@ from rich.table import Table
 
 from turbomill.reports.bench_store import StoreSpeed
 from turbomill.reports.compare import Compared
+from turbomill.reports.plan import Fit
 from turbomill.reports.runs import KvPolicy, ModelCard, Run, Score, Speed, Variant
 
 
@@ -150,6 +151,21 @@ def compared_table(rows: Sequence[Compared]) -> Table:
     title = escape(f"Against {rows[0].baseline}; differences in nats, with 95 % intervals")
     columns = ("model", "by", "it", "baseline", "difference", "p", "verdict")
     return _table(title, columns, lines)
+
+
+def plan_table(fits: Sequence[Fit]) -> Table:
+    """`plan`: in binary units, as memory is sold."""
+    asked = fits[0].needed_bytes is not None
+    rows = []
+    for fit in fits:
+        row = [fit.weights, fit.kv, number(fit.weight_bytes / 2**30, 2), f"{fit.kv_bytes_per_token:,}"]
+        row += [f"{fit.blocks:,}", f"{fit.sequences:,}"]
+        if asked:
+            needed, longest = fit.needed_bytes or 0, fit.longest_session or 0
+            row += ["yes" if fit.fits else "no", number(needed / 2**30, 1), f"{longest:,}"]
+        rows.append(row)
+    columns = ("weights", "KV", "GiB", "KV B/token", "blocks", "sequences")
+    return _table("Plan", [*columns, *(("fits", "needs GiB", "longest") if asked else ())], rows)
 
 
 def speeds_table(speeds: Sequence[Speed]) -> Table:
