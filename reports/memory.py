@@ -19,6 +19,7 @@ from turbomill.convert.store import open_store
 from turbomill.convert.store.layout import padded, stored_group
 from turbomill.engine.cache_size import SIZE, UNITS
 from turbomill.errors import CheckpointError, UsageError
+from turbomill.reports.kv_policies import POLICIES
 
 MIB = 1 << 20
 # Total memory, in MiB, about as the driver reports it.
@@ -38,7 +39,6 @@ GPUS = {
 }
 CONTEXT = 512 * MIB  # an allowance for the CUDA context and what libraries keep for themselves
 SCALE_BYTES = 2
-KV_NAMES = {0: "16", 8: "8", 4: "4"}  # quant_policy -> bits
 
 
 def parse_memory(text: str) -> int:
@@ -67,8 +67,8 @@ class Shape:
 
     def kv_bytes_per_token(self, quant_policy: int) -> int:
         """K and V of all layers: 16 bits each, or codes with an fp16 scale and zero for each head."""
-        row = 2 * self.head_dim if quant_policy == 0 else self.head_dim * quant_policy // 8 + 2 * SCALE_BYTES
-        return 2 * self.num_layers * self.num_kv_heads * row
+        row = POLICIES[quant_policy].bytes_of_head(self.head_dim)
+        return self.num_layers * self.num_kv_heads * row
 
 
 def shape_of(model: str, group: int = 128) -> Shape:

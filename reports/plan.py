@@ -9,7 +9,8 @@ from typing import Any
 from turbomill.engine.cache_size import CacheSize
 from turbomill.engine.config import EngineConfig
 from turbomill.errors import UsageError
-from turbomill.reports.memory import KV_NAMES, Shape
+from turbomill.reports.kv_policies import POLICIES
+from turbomill.reports.memory import Shape
 
 DEFAULTS = EngineConfig()
 # What the native engine does not keep packed: the row is arithmetic, and a note says so.
@@ -66,7 +67,7 @@ def plan(shape: Shape, demand: Demand) -> list[Fit]:
     return [
         _fit(shape, demand, weights, nbytes, policy)
         for weights, nbytes in shape.weights.items()
-        for policy in KV_NAMES
+        for policy in POLICIES
     ]
 
 
@@ -90,7 +91,7 @@ def _fit(shape: Shape, demand: Demand, weights: str, weight_bytes: int, policy: 
         needed = weight_bytes + int(cache / (size.share or 1.0))
     return Fit(
         weights=weights,
-        kv=KV_NAMES[policy],
+        kv=POLICIES[policy].name,
         quant_policy=policy,
         weight_bytes=weight_bytes,
         kv_bytes_per_token=per_token,
