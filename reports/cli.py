@@ -1,4 +1,4 @@
-"""`turbomill report`, `verify` and `demo`."""
+"""`turbomill plan`, `report`, `verify` and `demo`."""
 
 from __future__ import annotations
 
@@ -36,6 +36,53 @@ def report(runs: tuple[Path, ...], output: Path | None, as_json: bool) -> None:
         console.emit_json({"html": str(html), "markdown": str(markdown)})
     else:
         console.stdout.print(f"{html}\n{markdown}", soft_wrap=True, markup=False, highlight=False)
+
+
+@click.command(context_settings=SETTINGS)
+@click.argument("model")
+@click.option("--gpu", required=True, help="A GPU such as H200, or its free memory, such as 80GiB.")
+@click.option("--session-len", type=int, help="Tokens of one conversation.  [model's context]")
+@click.option("--conversations", type=int, help="How many at a time: what holds them?")
+@click.option("--w-group-size", "group", default=128, show_default=True, help="Channels that share a scale.")
+@click.option(
+    "--cache-max-entry-count",
+    default="0.8",
+    show_default=True,
+    help="KV cache: a share of what the weights leave free, a size such as 20GiB, or a number of blocks.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON on stdout.")
+def plan(
+    model: str,
+    gpu: str,
+    session_len: int | None,
+    conversations: int | None,
+    group: int,
+    cache_max_entry_count: str,
+    as_json: bool,
+) -> None:
+    """Which weights and KV caches fit into a GPU, and how many sequences they hold; no weights are read.
+
+    MODEL may be a config.json alone. The exit code is 1 when what is asked for does not fit.
+    """
+    from turbomill import console
+    from turbomill.reports import plan as planner
+    from turbomill.reports.memory import parse_memory, shape_of
+    from turbomill.reports.tables import plan_table
+
+    console.setup_logging()
+    memory = parse_memory(gpu)
+    shape = shape_of(model, group)
+    demand = planner.Demand(memory, session_len or shape.context_length, conversations, cache_max_entry_count)
+    fits = planner.plan(shape, demand)
+    if as_json:
+        console.emit_json(planner.plan_json(shape, demand, fits))
+    else:
+        console.stdout.print(plan_table(fits))
+        console.stdout.print(planner.answer(shape, demand, fits), markup=False, highlight=False)
+        for note in sorted({f"{fit.weights} bits: {fit.note}" for fit in fits if fit.note}):
+            console.stdout.print(note, markup=False, highlight=False)
+    if planner.choose(fits) is None:
+        sys.exit(1)
 
 
 @click.command(context_settings=SETTINGS)

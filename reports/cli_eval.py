@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,27 +58,74 @@ def ppl(
 @evaluate.command()
 @click.argument("model", metavar="STORE")
 @TEXT
+@click.option("--policies", default="0,8,4", show_default=True, help="The caches to measure, beside 0.")
+@click.option("--items", default=3, show_default=True, help="Of each task at each length.  [0: no tasks]")
+@click.option("--gpu", help="H200, 80GiB, ...: how many sequences of --window-len tokens fit there.")
+@click.option(
+    "--sensitivity/--no-sensitivity", default=True, show_default=True, help="Measure K and V of each layer."
+)
+@click.option("--kl-safe", default=0.01, show_default=True, help="KL beyond the 16-bit cache's that is safe.")
+@click.option("--kl-max", default=0.1, show_default=True, help="KL above which it is not to be used.")
+@click.option("--drop-safe", default=0.05, show_default=True, help="Lost accuracy in a task that is safe.")
+@click.option("--drop-max", default=0.2, show_default=True, help="Lost accuracy above which it is not used.")
+@click.option(
+    "--outlier",
+    default=20.0,
+    show_default=True,
+    help="A channel of K so many times the median one: 4 bits are not safe.",
+)
+@click.option(
+    "--test-round", "rounds", default=3, show_default=True, help="Rounds of the decode measurement."
+)
 @THREADS
-@click.option("--test-round", default=3, show_default=True, help="Rounds of the decode measurement.")
 @OUTPUT
 def kv(
-    model: str, reference: str | None, test_round: int, work_dir: Path | None, as_json: bool, **given: Any
+    model: str,
+    reference: str | None,
+    policies: str,
+    items: int,
+    gpu: str | None,
+    sensitivity: bool,
+    kl_safe: float,
+    kl_max: float,
+    drop_safe: float,
+    drop_max: float,
+    outlier: float,
+    rounds: int,
+    work_dir: Path | None,
+    as_json: bool,
+    **given: Any,
 ) -> None:
-    """The same with 16, 8 and 4 bits in the KV cache, with bytes per token and decode speed.
+    """Whether the KV cache may have 8 or 4 bits: perplexity, KL, passkey and copying by context length.
 
-    The reference is STORE itself with an unquantized cache, unless --reference names another.
+    The reference is STORE itself with an unquantized cache, unless --reference names another. The exit code
+    is 0 when a quantized cache is safe, 3 when the best one needs a test first, 4 when none is to be used.
     """
     from turbomill import console
-    from turbomill.reports.kv import evaluate_kv
-    from turbomill.reports.tables import kv_table
+    from turbomill.reports.kv import KvOptions, evaluate_kv, kv_json
+    from turbomill.reports.kv_policies import parse_policies
+    from turbomill.reports.memory import parse_memory
+    from turbomill.reports.tables import kv_tables
+    from turbomill.reports.verdict import EXIT_CODES, Thresholds
 
     console.setup_logging()
-    options = _eval_options(given)
-    run = evaluate_kv(model, options, reference=reference, rounds=test_round, work_dir=work_dir)
+    wanted = KvOptions(
+        policies=parse_policies(policies),
+        items=items,
+        rounds=rounds,
+        sensitivity=sensitivity,
+        memory=None if gpu is None else parse_memory(gpu),
+        thresholds=Thresholds(kl_safe, kl_max, drop_safe, drop_max, outlier),
+    )
+    run = evaluate_kv(model, _eval_options(given), wanted, reference=reference, work_dir=work_dir)
+    assert run.verdict is not None
     if as_json:
-        console.emit_json({"policies": [policy.model_dump() for policy in run.policies]})
+        console.emit_json(kv_json(run))
     else:
-        console.stdout.print(kv_table(run.policies))
+        for part in kv_tables(run, outlier):
+            console.stdout.print(part)
+    if code := EXIT_CODES[run.verdict]:
+        sys.exit(code)
 
 
 @evaluate.command()

@@ -60,8 +60,8 @@ def scored_models(paths: Sequence[Path]) -> list[Scored]:
     for other in found[1:]:
         if other.text != first.text:
             raise UsageError(
-                f"{other.run}: was scored on other windows of text than {first.run}; to compare, make both "
-                "runs with the same --dataset, --windows, --window-len and --stride"
+                f"{other.run}: was scored on other windows of text than {first.run}; make both runs "
+                "with the same --dataset, --windows, --window-len and --stride"
             )
     if len(first.windows.nll) < 2:
         raise UsageError(f"{first.run}: one window of text shows no spread, expected at least two --windows")

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
+from turbomill import console
+from turbomill.calib_data import Windows
 from turbomill.convert.store import Store
 from turbomill.engine.config import EngineConfig
 from turbomill.engine.stores import open_model
 from turbomill.engine.turbomind import TurbomindEngine
-from turbomill.errors import TurbomillError
+from turbomill.errors import TurbomillError, UsageError
 from turbomill.reports.bench_engine import Load, measure
 from turbomill.reports.evaluation import (
     EvalOptions,
@@ -19,16 +24,64 @@ from turbomill.reports.evaluation import (
     read_marker,
     score,
 )
-from turbomill.reports.runs import KvPolicy, Run, Score, check_run_dir, model_card, new_run, save_run
+from turbomill.reports.kv_policies import POLICIES
+from turbomill.reports.kv_stats import measure_kv
+from turbomill.reports.memory import shape_of
+from turbomill.reports.plan import Demand, plan
+from turbomill.reports.probes import ProbeScores, run_probes
+from turbomill.reports.runs import (
+    ByLength,
+    KvPolicy,
+    LayerKv,
+    Run,
+    Score,
+    check_run_dir,
+    model_card,
+    new_run,
+    save_run,
+)
+from turbomill.reports.scores import by_context
 from turbomill.reports.text import load_eval_windows
+from turbomill.reports.verdict import Thresholds, conclude, judge
 
-POLICIES = (0, 8, 4)
+logger = logging.getLogger("turbomill.reports")
+
 DECODE = Load(batch=1, prompt_tokens=64, completion_tokens=32)
+STATISTICS_WINDOWS, STATISTICS_LEN = 2, 512  # of the text, for the layers' sensitivity
+SHORTEST = 256
+
+
+@dataclass(frozen=True)
+class KvOptions:
+    """What is measured beside perplexity, and how it is judged."""
+
+    policies: tuple[int, ...] = tuple(POLICIES)
+    items: int = 3  # of each task, at each length (and depth); 0: no tasks
+    rounds: int = 3  # of the decode measurement
+    sensitivity: bool = True
+    memory: int | None = None  # free bytes, for the number of sequences
+    thresholds: Thresholds = field(default_factory=Thresholds)
+
+    def __post_init__(self) -> None:
+        if self.items < 0:
+            raise UsageError(f"--items {self.items}: expected at least 0")
+        if self.rounds < 1:
+            raise UsageError(f"--test-round {self.rounds}: expected at least 1")
 
 
 def bits_name(quant_policy: int) -> str:
     """Bits per element as reports call them: policy 0 keeps 16."""
-    return str(quant_policy or 16)
+    return POLICIES[quant_policy].name
+
+
+def context_lengths(longest: int) -> list[int]:
+    """256, 512, ... up to `longest` tokens, which is always the last."""
+    lengths = []
+    length = SHORTEST
+    while length < longest:
+        lengths.append(length)
+        length *= 2
+    return [*lengths, longest]
 
 
 def bytes_per_token(store: Store, quant_policy: int, cache_dtype: str = "auto") -> float:
@@ -78,13 +131,13 @@ def decode_load(store: Store, window_len: int) -> Load:
 def evaluate_kv(
     model: str,
     options: EvalOptions,
+    kv: KvOptions | None = None,
     *,
-    policies: Sequence[int] = POLICIES,
     reference: str | None = None,
-    rounds: int = 3,
     work_dir: Path | None = None,
 ) -> Run:
     """Score MODEL under each policy against policy 0 of `reference`, by default of MODEL itself."""
+    kv = kv or KvOptions()
     if work_dir is not None:
         check_run_dir(work_dir)
     store = open_model(model)
@@ -95,7 +148,7 @@ def evaluate_kv(
     cut = load_eval_windows(store, options, made.get("calibration"))
     run = new_run(
         "kv",
-        describe_options(options, policies=list(policies)),
+        describe_options(options, **asdict(kv)),
         model=model_card(model, store),
         reference=model_card(reference or model, reference_store),
         windows=cut.describe(),
@@ -104,17 +157,102 @@ def evaluate_kv(
     try:
         references = References(reference_store, cut, options)
         references.prepare()
-        for policy in policies:
-            with TurbomindEngine(store, options.engine_config(policy), reason="it is scored") as engine:
-                load = decode_load(store, options.window_len)
-                speed = measure(engine, load, store.model["vocab_size"], rounds=rounds)
-                result = score(engine, cut, references, f"{model} KV {bits_name(policy)}").score()
-            rows.append(kv_policy(store, policy, result, speed.decode_tok_s, options.cache_dtype))
+        layers = _sensitivity(store, cut) if kv.sensitivity else []
+        for policy in kv.policies:
+            rows.append(_measure(model, store, policy, cut, references, options, kv))
+        rows = _judged(rows, layers, kv.thresholds)
+        verdict, recommended = conclude(rows)
+        run = run.model_copy(update={"kv_layers": layers, "verdict": verdict, "recommended": recommended})
     except TurbomillError as error:
         run = run.model_copy(update={"status": "failed", "error": str(error)})
         raise
     finally:
         run = run.model_copy(update={"policies": rows})
-        if work_dir is not None and (run.error or len(rows) == len(policies)):
+        if work_dir is not None and (run.error or run.verdict):
             save_run(run, work_dir)
     return run
+
+
+def _measure(
+    model: str,
+    store: Store,
+    policy: int,
+    cut: Windows,
+    references: References,
+    options: EvalOptions,
+    kv: KvOptions,
+) -> KvPolicy:
+    """One policy's row, not judged yet."""
+    name = f"{model} KV {bits_name(policy)}"
+    with TurbomindEngine(store, options.engine_config(policy), reason="it is scored") as engine:
+        load = decode_load(store, options.window_len)
+        speed = measure(engine, load, store.model["vocab_size"], rounds=kv.rounds)
+        tally = score(engine, cut, references, name)
+        lengths = context_lengths(options.window_len)
+        tokenizer = store.tokenizer() if kv.items else None
+        probes = [_no_probes() for _ in lengths]
+        if tokenizer is not None:
+            with console.progress(f"tasks {name}", len(lengths)) as task:
+                for i, length in enumerate(lengths):
+                    probes[i] = run_probes(engine, tokenizer, length, kv.items)
+                    task.advance(note=f"{length} tokens")
+    row = kv_policy(store, policy, tally.score(), speed.decode_tok_s, options.cache_dtype)
+    contexts = by_context(tally.results, lengths)
+    sequences = None
+    if kv.memory is not None:
+        fits = plan(shape_of(str(store.path)), Demand(kv.memory, options.window_len))
+        sequences = next(fit.sequences for fit in fits if fit.quant_policy == policy)
+    return row.model_copy(
+        update={
+            "by_length": [
+                ByLength(tokens=length, ppl=ppl, kl=kl, passkey=probe.passkey, copied=probe.copy)
+                for length, (ppl, kl), probe in zip(lengths, contexts, probes, strict=True)
+            ],
+            "passkey": _mean([probe.passkey for probe in probes]),
+            "copied": _mean([probe.copy for probe in probes]),
+            "sequences": sequences,
+        }
+    )
+
+
+def _no_probes() -> ProbeScores:
+    return ProbeScores(None, None)
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _sensitivity(store: Store, cut: Windows) -> list[LayerKv]:
+    if "hf_config" not in store.manifest:
+        logger.warning("%s: an older store, without what the layers' statistics need: left out", store.path)
+        return []
+    return measure_kv(store, cut.ids[:STATISTICS_WINDOWS, :STATISTICS_LEN])
+
+
+def _judged(rows: list[KvPolicy], layers: list[LayerKv], thresholds: Thresholds) -> list[KvPolicy]:
+    base = next(row for row in rows if row.quant_policy == 0)
+    judged = []
+    for row in rows:
+        verdict, reasons = judge(row, base, layers, thresholds)
+        judged.append(row.model_copy(update={"verdict": verdict, "reasons": reasons}))
+    return judged
+
+
+def _named(row: dict[str, Any]) -> dict[str, Any]:
+    """Accuracy in copying is "copy" to the outside; a record cannot have a field of that name."""
+    if "by_length" in row:
+        row["by_length"] = [_named(at) for at in row["by_length"]]
+    return {"copy" if key == "copied" else key: value for key, value in row.items()}
+
+
+def kv_json(run: Run) -> dict[str, Any]:
+    """What `--json` prints; run.json has the rest."""
+    keys = ("name", "bits_per_token", "ppl", "kl", "by_length", "passkey", "copy", "verdict")
+    rows = [_named(policy.model_dump()) for policy in run.policies]
+    return {
+        "policies": [{key: row[key] for key in keys} for row in rows],
+        "verdict": run.verdict,
+        "recommended": run.recommended,
+    }

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = 2
 READABLE = (1, 2)  # 2 added fields, all of which may be missing
 RUN_FILE = "run.json"
+Verdict = Literal["safe", "test first", "do not use"]
 Kind = Literal["ppl", "kv", "bench_engine", "bench_serve", "demo", "quantize"]
 
 
@@ -84,6 +85,27 @@ class Speed(Record):
     rounds: int
 
 
+class ByLength(Record):
+    """Scores of the positions whose context is above the length before and at most `tokens`."""
+
+    tokens: int
+    ppl: float
+    kl: float | None
+    passkey: float | None = None  # accuracy of the tasks of that many tokens
+    copied: float | None = None
+
+
+class LayerKv(Record):
+    """How one layer's cache takes rounding (turbomill.reports.kv_stats)."""
+
+    layer: int
+    k_absmax: float
+    k_outlier: float  # the largest channel of K over the median one of its head
+    # bits -> error of the attention's output, relative to its energy, with K alone rounded, or V alone
+    k_error: dict[str, float]
+    v_error: dict[str, float]
+
+
 class KvPolicy(Record):
     """A model under one precision of its KV cache."""
 
@@ -96,6 +118,12 @@ class KvPolicy(Record):
     top1: float | None
     decode_tok_s: float | None
     per_window: WindowScores | None = Field(None, repr=False)
+    by_length: list[ByLength] = []
+    passkey: float | None = None  # over all lengths
+    copied: float | None = None
+    sequences: int | None = None  # of the run's window_len, in the memory that was named
+    verdict: Verdict | None = None
+    reasons: list[str] = []  # why it is not "safe"
 
 
 class Variant(Record):
@@ -140,6 +168,9 @@ class Run(Record):
     score: Score | None = None
     variants: list[Variant] = []
     policies: list[KvPolicy] = []
+    kv_layers: list[LayerKv] = []
+    verdict: Verdict | None = None  # on quantizing the cache
+    recommended: dict[str, Any] | None = None
     engine: list[Speed] = []
     serve: list[dict[str, Any]] = []  # fields of `vllm bench serve`
     layers: list[LayerResult] = []

@@ -75,6 +75,20 @@ class Tally:
         )
 
 
+def by_context(results: Sequence[WindowResult], edges: Sequence[int]) -> list[tuple[float, float | None]]:
+    """Perplexity and KL of the positions with contexts of (0, e0], (e0, e1], ... tokens, over all windows.
+
+    The token after t + 1 tokens is predicted at position t. Every position counts, whatever the stride.
+    """
+    found = []
+    for low, high in zip((0, *edges), edges, strict=False):
+        nll = np.concatenate([r.nll[low:high] for r in results])
+        kls = [r.kl[low:high] for r in results if r.kl is not None]
+        kl = float(np.concatenate(kls).mean()) if len(kls) == len(results) else None
+        found.append((math.exp(nll.mean()), kl))
+    return found
+
+
 def worst(per_window: WindowScores, count: int = 3) -> Sequence[int]:
     """The windows with the largest KL, without a reference with the largest NLL, worst first."""
     values = per_window.kl if per_window.kl is not None else per_window.nll

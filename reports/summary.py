@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from turbomill.reports.quant_log import sentence
 from turbomill.reports.runs import KvPolicy, Run, Variant
-from turbomill.reports.tables import kl_text, number, percent
+from turbomill.reports.tables import kl_text, kv_sentences, number, percent
 
 
 def summarize_runs(runs: Sequence[Run]) -> list[str]:
@@ -21,6 +21,7 @@ def summarize_runs(runs: Sequence[Run]) -> list[str]:
         if run.score is not None and run.model is not None:
             lines.append(_score(run))
         if run.policies and run.model is not None:
+            lines += kv_sentences(run)
             lines += _policies(run.model.name, run.policies)
         if run.engine:
             best = max(run.engine, key=lambda speed: speed.decode_tok_s)

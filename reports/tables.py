@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rich.console import RenderableType
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from turbomill.reports.bench_store import StoreSpeed
 from turbomill.reports.compare import Compared
-from turbomill.reports.runs import KvPolicy, ModelCard, Run, Score, Speed, Variant
+from turbomill.reports.plan import Fit
+from turbomill.reports.runs import KvPolicy, LayerKv, ModelCard, Run, Score, Speed, Variant
 
 
 def show_bytes(value: float | None) -> str:
@@ -42,7 +45,7 @@ def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) ->
 
 
 VARIANT_COLUMNS = ("variant", "perplexity", "KL", "top-1", "on disk", "peak memory", "decode tok/s")
-KV_COLUMNS = ("KV bits", "bytes/token", "perplexity", "KL", "top-1", "decode tok/s")
+KV_COLUMNS = ("KV bits", "bytes/token", "perplexity", "KL", "top-1", "decode tok/s", "sequences", "verdict")
 SCORE_COLUMNS = ("model", "perplexity", "KL", "top-1", "top-5", "positions")
 SPEED_COLUMNS = ("batch", "prompt", "output", "prefill tok/s", "decode tok/s")
 LATENCY_COLUMNS = ("ms", "mean", "median", "p90", "p95", "p99")
@@ -70,6 +73,8 @@ def kv_row(policy: KvPolicy) -> tuple[str, ...]:
         kl_text(policy.kl),
         percent(policy.top1),
         number(policy.decode_tok_s, 1),
+        number(policy.sequences, 0),
+        policy.verdict or "–",
     )
 
 
@@ -99,9 +104,59 @@ def variants_kv_table(variants: Sequence[Variant]) -> Table:
     return _table("KV cache", ("variant", *KV_COLUMNS), rows)
 
 
-def kv_table(policies: Sequence[KvPolicy]) -> Table:
-    """`eval kv`."""
-    return _table("KV cache", KV_COLUMNS, [kv_row(policy) for policy in policies])
+LENGTH_COLUMNS = ("KV bits", "context", "perplexity", "KL", "passkey", "copy")
+LAYER_COLUMNS = ("layer", "K outlier", "K in 8", "K in 4", "V in 8", "V in 4")
+
+
+def length_rows(policies: Sequence[KvPolicy]) -> list[tuple[str, ...]]:
+    """For LENGTH_COLUMNS: each policy at each length."""
+    return [
+        (
+            *(policy.name, f"{at.tokens:,}", number(at.ppl, 3), kl_text(at.kl)),
+            *(percent(at.passkey), percent(at.copied)),
+        )
+        for policy in policies
+        for at in policy.by_length
+    ]
+
+
+def sensitivity_rows(layers: Sequence[LayerKv]) -> list[tuple[str, ...]]:
+    """For LAYER_COLUMNS: the error of the attention's output, relative to its energy."""
+    return [
+        (
+            *(str(row.layer), number(row.k_outlier, 1)),
+            *(f"{error[bits]:.1e}" for error in (row.k_error, row.v_error) for bits in ("8", "4")),
+        )
+        for row in layers
+    ]
+
+
+def kv_sentences(run: Run) -> list[str]:
+    """The verdicts, with their reasons, and what is recommended."""
+    name = run.model.name if run.model else "the model"
+    lines = []
+    for policy in run.policies:
+        if policy.quant_policy and policy.verdict is not None:
+            why = f": {'; '.join(policy.reasons)}" if policy.reasons else ""
+            lines.append(f"{policy.name} bits in the KV cache of {name}: {policy.verdict}{why}.")
+    if run.recommended is not None:
+        lines.append(f"Recommended: --quant-policy {run.recommended['quant_policy']}.")
+    return lines
+
+
+def kv_tables(run: Run, outlier: float) -> list[RenderableType]:
+    """`eval kv`: policies, lengths, the layers that stand out, and the verdict in sentences."""
+    parts: list[RenderableType] = [
+        _table("KV cache", KV_COLUMNS, [kv_row(policy) for policy in run.policies]),
+        _table("By context length", LENGTH_COLUMNS, length_rows(run.policies)),
+    ]
+    large = [row for row in run.kv_layers if row.k_outlier > outlier]
+    worst = sorted(run.kv_layers, key=lambda row: -row.k_error["4"] - row.v_error["4"])[:5]
+    shown = large or worst
+    if shown:
+        title = "Layers with large channels in K" if large else "The five most sensitive layers"
+        parts.append(_table(title, LAYER_COLUMNS, sensitivity_rows(shown)))
+    return [*parts, *(Text(line) for line in kv_sentences(run))]
 
 
 def score_table(model: ModelCard, score: Score) -> Table:
@@ -150,6 +205,21 @@ def compared_table(rows: Sequence[Compared]) -> Table:
     title = escape(f"Against {rows[0].baseline}; differences in nats, with 95 % intervals")
     columns = ("model", "by", "it", "baseline", "difference", "p", "verdict")
     return _table(title, columns, lines)
+
+
+def plan_table(fits: Sequence[Fit]) -> Table:
+    """`plan`: in binary units, as memory is sold."""
+    asked = fits[0].needed_bytes is not None
+    rows = []
+    for fit in fits:
+        row = [fit.weights, fit.kv, number(fit.weight_bytes / 2**30, 2), f"{fit.kv_bytes_per_token:,}"]
+        row += [f"{fit.blocks:,}", f"{fit.sequences:,}"]
+        if asked:
+            needed, longest = fit.needed_bytes or 0, fit.longest_session or 0
+            row += ["yes" if fit.fits else "no", number(needed / 2**30, 1), f"{longest:,}"]
+        rows.append(row)
+    columns = ("weights", "KV", "GiB", "KV B/token", "blocks", "sequences")
+    return _table("Plan", [*columns, *(("fits", "needs GiB", "longest") if asked else ())], rows)
 
 
 def speeds_table(speeds: Sequence[Speed]) -> Table:

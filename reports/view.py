@@ -14,14 +14,18 @@ from turbomill.reports.summary import summarize_runs
 from turbomill.reports.tables import (
     KV_COLUMNS,
     LATENCY_COLUMNS,
+    LENGTH_COLUMNS,
     SPEED_COLUMNS,
     VARIANT_COLUMNS,
     kv_row,
     latency_rows,
+    length_rows,
     number,
+    sensitivity_rows,
     speed_row,
     variant_row,
 )
+from turbomill.reports.tables import LAYER_COLUMNS as SENSITIVITY
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,14 @@ SCORE_NOTE = (
     "Perplexity, KL and top-1 come from the engine's own logits. KL is the mean over positions of "
     "KL(reference ‖ variant) in nats; top-1 is the share of positions with the same most likely token; "
     "decode speed is of one sequence."
+)
+LENGTH_NOTE = (
+    "Positions whose context is longer than the length above and at most this one. Passkey: a five-digit "
+    "number found again in so many tokens; copy: lines of code repeated exactly."
+)
+SENSITIVITY_NOTE = (
+    "Outlier: the largest channel of K over the median one of its head. The others: error of the attention's "
+    "output, relative to its energy, when K alone, or V alone, is rounded."
 )
 KV_NOTE = "Bytes per token count keys and values of all layers, with the scales and zeros of 8 and 4 bits."
 
@@ -132,6 +144,12 @@ def _kv_tables(runs: Sequence[Run], variants: Sequence[Variant]) -> list[TableVi
             name = run.model.name if run.model else "model"
             rows = [kv_row(policy) for policy in run.policies]
             tables.append(TableView(f"KV cache of {name}", KV_NOTE, KV_COLUMNS, tuple(rows)))
+            if rows := length_rows(run.policies):
+                title = f"KV cache of {name} by context length"
+                tables.append(TableView(title, LENGTH_NOTE, LENGTH_COLUMNS, tuple(rows)))
+        if run.kv_layers:
+            rows = sensitivity_rows(run.kv_layers)
+            tables.append(TableView("K and V of each layer", SENSITIVITY_NOTE, SENSITIVITY, tuple(rows)))
     return tables
 
 

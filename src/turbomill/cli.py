@@ -22,6 +22,7 @@ COMMANDS = {
     "serve": ("turbomill.engine.cli", "serve"),
     "chat": ("turbomill.engine.cli", "chat"),
     "eval": ("turbomill.reports.cli_eval", "evaluate"),
+    "plan": ("turbomill.reports.cli", "plan"),
     "bench": ("turbomill.reports.cli_bench", "bench"),
     "report": ("turbomill.reports.cli", "report"),
     "demo": ("turbomill.reports.cli", "demo"),
