@@ -283,6 +283,11 @@ def serve_tables(run: Run) -> list[Table]:
             ("output tokens/s", number(load["output_throughput"], 1)),
             ("total tokens/s", number(load["total_token_throughput"], 1)),
         ]
-        tables.append(_table("Load", ("", "value"), totals))
+        if "request_goodput" in load:
+            totals.append(("requests/s within the objectives", number(load["request_goodput"], 2)))
+            totals.append(("requests within the objectives", percent(load["slo_share"])))
+        rate = load["request_rate"]
+        title = "Load, sent at once" if rate == "inf" else f"Load of {number(rate, 2)} requests/s"
+        tables.append(_table(title, ("", "value"), totals))
         tables.append(_table("Latency", LATENCY_COLUMNS, latency_rows(load)))
     return tables
