@@ -58,6 +58,11 @@ class Checkpoint(ABC):
     def tensor(self, name: str) -> Tensor:
         """One tensor as stored. Raises CheckpointError when there is none."""
 
+    @property
+    def note(self) -> str:
+        """What becomes of the weights when they are read, for people; empty when nothing does."""
+        return ""
+
     def release(self) -> None:  # noqa: B027  (most have nothing to let go)
         """Let go of the memory of tensors that were looked at; what is still in use is read again."""
 

@@ -28,9 +28,17 @@ from turbomill import console
     help="Write a store, or a checkpoint in this format (hf: dense); then MODEL may be a store too.",
 )
 @click.option(
+    "--pad-tp",
+    type=click.Choice(["1", "2", "4", "8"]),
+    default="1",
+    show_default=True,
+    help="Pad MLPs with zeros where a store would not split over so many tensor parallel ranks.",
+)
+@click.option(
     "--force", is_flag=True, help="Replace an existing store, or a checkpoint that turbomill wrote."
 )
 @click.option("--dense", is_flag=True, help="Store a GGUF file's 4-bit linears in 16 bits.")
+@click.option("--allow-pickle", is_flag=True, help="Read pytorch_model.bin where there are no safetensors.")
 @click.option("--json", "as_json", is_flag=True, help="Print machine output on stdout.")
 def convert(
     model: str,
@@ -39,12 +47,14 @@ def convert(
     target: str,
     force: bool,
     dense: bool,
+    pad_tp: str,
+    allow_pickle: bool,
     as_json: bool,
 ) -> None:
     """Convert a checkpoint to a fused model store, or a store back to a checkpoint.
 
-    MODEL is a Hugging Face directory (dense, AWQ gemm, GPTQ or compressed-tensors), a GGUF file, a hub name,
-    or `demo`; with --to also a store.
+    MODEL is a Hugging Face directory (dense, fp8 in blocks, AWQ gemm, GPTQ or compressed-tensors), a GGUF
+    file, a hub name, or `demo`; with --to also a store.
     """
     console.setup_logging()
     from turbomill.convert.describe import describe
@@ -55,7 +65,9 @@ def convert(
     if target == "store":
         from turbomill.convert.store import convert_checkpoint
 
-        convert_checkpoint(model, where, force=force, dense=dense)
+        convert_checkpoint(
+            model, where, force=force, dense=dense, allow_pickle=allow_pickle, pad_tp=int(pad_tp)
+        )
     else:
         from turbomill.convert.rewrite import rewrite
 

@@ -17,6 +17,7 @@ from turbomill.convert.checkpoint import open_checkpoint
 from turbomill.convert.linear import QuantScheme
 from turbomill.convert.source import kind_of
 from turbomill.convert.store import Store, open_store
+from turbomill.convert.store.slices import fitting_sizes
 from turbomill.errors import CheckpointError, TurbomillError
 
 
@@ -49,9 +50,11 @@ class Description:
     chat_template: bool | None  # None: no tokenizer
     fingerprint: str
     tensors: list[TensorLine]
+    note: str = ""  # what becomes of the weights when they are read
     source: dict[str, Any] = field(default_factory=dict)
     provenance: dict[str, Any] = field(default_factory=dict)
     verified: bool | None = None  # None: not asked for
+    tp: list[int] | None = None  # numbers of ranks that a store splits over
 
     def to_dict(self) -> dict[str, Any]:
         """For `--json`."""
@@ -67,8 +70,12 @@ class Description:
         weights = tree.add(f"weights: {self.parameters:,} parameters, {self.bytes:,} bytes")
         weights.add(f"{self.bits_per_weight:.2f} bits per weight, {self.dtype}")
         weights.add(f"scheme: {_scheme_text(self.scheme)}")
+        if self.note:
+            weights.add(self.note)
         types = Counter(line.dtype for line in self.tensors)
         weights.add("tensors: " + ", ".join(f"{count} {kind}" for kind, count in types.most_common()))
+        if self.tp is not None:
+            tree.add(f"tensor parallel ranks: {', '.join(map(str, self.tp))}")
         template = {True: "present", False: "absent", None: "no tokenizer"}[self.chat_template]
         tree.add(f"chat template: {template}")
         tree.add(f"fingerprint: {self.fingerprint}")
@@ -93,7 +100,8 @@ class Description:
 def _scheme_text(scheme: dict[str, Any] | None) -> str:
     if scheme is None:
         return "dense"
-    text = str(QuantScheme(scheme["bits"], scheme["group"], scheme["symmetric"]))
+    known = (scheme["bits"], scheme["group"], scheme["symmetric"], scheme.get("mins", False))
+    text = str(QuantScheme(*known))
     return f"{scheme['format']} {text}"
 
 
@@ -133,9 +141,11 @@ def describe_store(store: Store, verify: bool = False) -> Description:
         chat_template=tokenizer["chat_template"] if tokenizer["files"] else None,
         fingerprint=store.fingerprint,
         tensors=lines,
+        note=manifest["source"].get("note", ""),
         source=manifest["source"],
         provenance=manifest["provenance"],
         verified=True if verify else None,
+        tp=fitting_sizes(store.model, store.tensors.values()),
     )
 
 
@@ -167,6 +177,7 @@ def _describe_checkpoint(checkpoint: Checkpoint) -> Description:
         chat_template=_has_template(checkpoint),
         fingerprint=checkpoint.fingerprint,
         tensors=lines,
+        note=checkpoint.note,
     )
 
 

@@ -30,7 +30,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: expected a JSON object")
@@ -69,6 +69,10 @@ class HfCheckpoint(Checkpoint):
         for sidecar in QUANT_SIDECARS:
             if not self.config.get("quantization_config") and (path / sidecar).is_file():
                 self.config["quantization_config"] = read_json(path / sidecar)
+        self._open_weights()
+
+    def _open_weights(self) -> None:
+        path = self.path
         self._where: dict[str, tuple[Path, Entry]] = {}
         self._maps: dict[Path, mmap.mmap] = {}
         index = _index(path)
@@ -169,8 +173,8 @@ def _weight_files(path: Path, index: dict[str, str]) -> list[Path]:
     files = sorted(path.glob("*.safetensors"))
     if not files:
         other = next((f.name for f in path.iterdir() if f.suffix in (".bin", ".pt", ".pth")), None)
-        found = f"only {other}, and pickled weights are not read; save" if other else "none found; give"
-        raise CheckpointError(
-            f"{path}: needs *.safetensors weights: {found} a directory with safetensors files"
-        )
+        found = "none found; give a directory with safetensors files"
+        if other:
+            found = f"only {other}: save the model as safetensors, or convert it with --allow-pickle"
+        raise CheckpointError(f"{path}: needs *.safetensors weights: {found}")
     return files

@@ -57,10 +57,12 @@ def read_header(path: Path) -> dict[str, Entry]:
                     f"{path}: truncated or not safetensors (header of {length} bytes, file of {size}); "
                     "copy or download it again"
                 )
-            header = json.loads(file.read(length))
+            header = json.loads(file.read(length), object_pairs_hook=_once)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except ValueError as error:
+    except _TwiceError as error:
+        raise CheckpointError(f"{path}: tensor {error} is there twice") from error
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{path}: the safetensors header is not JSON; copy or download the file again"
         ) from error
@@ -72,13 +74,28 @@ def read_header(path: Path) -> dict[str, Entry]:
     return entries
 
 
+class _TwiceError(ValueError):
+    """A key that a JSON object has twice: readers would differ in which one they take."""
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise _TwiceError(key)
+        found[key] = value
+    return found
+
+
 def _entry(path: Path, name: str, value: Any, data_start: int, size: int) -> Entry:
     try:
-        tag, shape = value["dtype"], tuple(int(n) for n in value["shape"])
-        begin, end = (int(n) for n in value["data_offsets"])
+        tag, shape = value["dtype"], tuple(value["shape"])
+        begin, end = value["data_offsets"]
     except (TypeError, KeyError, ValueError) as error:
         raise CheckpointError(f"{path}: tensor {name}: malformed header entry") from error
-    if tag not in DTYPES:
+    if not all(type(number) is int for number in (*shape, begin, end)):
+        raise CheckpointError(f"{path}: tensor {name}: malformed header entry: sizes are whole numbers")
+    if not isinstance(tag, str) or tag not in DTYPES:
         raise CheckpointError(f"{path}: tensor {name}: dtype {tag} is not supported ({', '.join(DTYPES)})")
     expected = prod(shape) * DTYPES[tag].itemsize
     if min(shape, default=0) < 0 or begin < 0 or end - begin != expected:

@@ -21,7 +21,8 @@ def resolve_model(model: str | Path) -> Path:
         return _demo_path()
     path = Path(model).expanduser()
     if path.exists():
-        return path.resolve()
+        # A file keeps its name: in a hub's cache it is a link, and its neighbours are found by its name.
+        return path.resolve() if path.is_dir() else path.parent.resolve() / path.name
     if isinstance(model, str) and _HUB_NAME.fullmatch(model):
         return _download(model)
     raise CheckpointError(

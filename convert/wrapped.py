@@ -21,6 +21,11 @@ class WrappedCheckpoint(Checkpoint):
         self.source = source
         self.path, self.config = source.path, source.config
 
+    @property
+    def note(self) -> str:
+        """The source's."""
+        return self.source.note
+
     def names(self) -> list[str]:
         """The source's."""
         return self.source.names()

@@ -190,5 +190,8 @@ class CheckpointWriter:
 def write_json(path: Path, value: Any) -> None:
     """JSON, indented, in place of whatever is there."""
     temp = path.with_name(path.name + ".tmp")
-    temp.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    text = json.dumps(value, indent=2, ensure_ascii=False)
+    if any("\ud800" <= char <= "\udfff" for char in text):  # half a character, which only an escape can hold
+        text = json.dumps(value, indent=2)
+    temp.write_text(text + "\n", encoding="utf-8")
     os.replace(temp, path)  # noqa: PTH105

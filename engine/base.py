@@ -54,6 +54,25 @@ class AsyncEngine(Protocol):
         """A snapshot of the scheduler and the KV pool."""
         ...
 
+    def pause(self) -> None:
+        """Plan no more steps; return when none is in flight. Requests are accepted and wait."""
+        ...
+
+    def resume(self) -> None:
+        """Go on where pause() stopped."""
+        ...
+
+    def sleep(self, level: int = 1) -> None:
+        """Pause and give memory back: the KV cache's (level 1), and that of weights the store has too (2).
+
+        What runs keeps its text and is computed again after wakeup(). Raises UsageError for another level.
+        """
+        ...
+
+    def wakeup(self) -> None:
+        """Take the memory again and go on. Raises EngineError when it is not there; may be tried again."""
+        ...
+
     def close(self) -> None:
         """End every request as cancelled and free everything. Idempotent."""
         ...

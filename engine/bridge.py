@@ -81,6 +81,17 @@ class Bridge:
         if unfinished and engine is not None:
             engine.cancel(request_id)
 
+    def control(self, action: str, *arguments: int) -> None:
+        """Have the engine pause, resume, sleep or wake, and wait for it. Raises EngineError."""
+        with self._lock:
+            engine = self._engine
+        if engine is None:
+            raise EngineError("the engine is closed")
+        try:
+            getattr(engine, action)(*arguments)
+        except RuntimeError as error:
+            raise EngineError(str(error)) from error
+
     def on_outputs(self, outputs: list[_core.Output]) -> None:
         """Deliver one step's outputs, with one wake-up per event loop."""
         batches: dict[asyncio.AbstractEventLoop, list[tuple[OutputStream, _core.Output]]] = defaultdict(list)

@@ -30,6 +30,13 @@ def serve() -> None:
 @click.option(
     "--log-level", type=click.Choice(LOG_LEVELS, case_sensitive=False), default="INFO", show_default=True
 )
+@click.option(
+    "--hang-timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    default=120.0,
+    show_default=True,
+    help="Seconds of one step after which /health calls the engine hung.",
+)
 @engine_options
 def api_server(
     model: str,
@@ -38,6 +45,7 @@ def api_server(
     model_name: str | None,
     api_keys: tuple[str, ...],
     log_level: str,
+    hang_timeout: float,
     config: EngineConfig,
 ) -> None:
     """Serve MODEL over an OpenAI-compatible HTTP API until interrupted."""
@@ -54,6 +62,7 @@ def api_server(
         model_name=model_name,
         api_keys=keys,
         log_level=log_level,
+        hang_timeout=hang_timeout,
     )
 
 

@@ -12,6 +12,15 @@ from turbomill.errors import UsageError
 QUANT_POLICIES = (0, 8, 4)
 CACHE_DTYPES = ("auto", "float32", "float16", "bfloat16")
 BACKENDS = ("turbomind",)
+MAX_SAMPLES = 128
+MAX_LOGPROBS = 20
+TUPLES = ("stop_words", "stop_token_ids", "bad_words", "bad_token_ids", "allowed_token_ids")
+RANGES = (
+    ("min_p", 0, 1),
+    ("repetition_penalty", 0.01, 100),
+    ("presence_penalty", -100, 100),
+    ("frequency_penalty", -100, 100),
+)
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
 
@@ -86,12 +95,27 @@ class GenerationConfig:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    n: int = 1  # texts for one prompt; with a seed, the i-th has seed + i
+    min_p: float = 0.0  # drop tokens less likely than this share of the likeliest; 0: off
+    repetition_penalty: float = 1.0  # of tokens in the prompt or the text; 1: off
+    presence_penalty: float = 0.0  # of tokens in the text
+    frequency_penalty: float = 0.0  # likewise, for each time
+    logit_bias: tuple[tuple[int, float], ...] = ()  # added to the logits of these tokens; a dict will do
+    min_new_tokens: int = 0  # until then the text does not stop
+    bad_words: tuple[str, ...] = ()  # never written
+    bad_token_ids: tuple[int, ...] = ()  # never chosen
+    allowed_token_ids: tuple[int, ...] = ()  # the only ones that are chosen; empty: all
+    logprobs: int | None = None  # report each token's log probability and those of so many likeliest
+    prompt_logprobs: int | None = None  # likewise of the prompt, whose tokens are then all computed
+    priority: int = 0  # requests with a lower one go first
 
     def __post_init__(self) -> None:
-        # Lists are what callers have at hand; tuples keep the config hashable.
-        for name in ("stop_words", "stop_token_ids"):
+        # Lists and dicts are what callers have at hand; tuples keep the config hashable.
+        for name in TUPLES:
             value = getattr(self, name)
             object.__setattr__(self, name, (value,) if isinstance(value, str | int) else tuple(value or ()))
+        bias = dict(self.logit_bias or ())
+        object.__setattr__(self, "logit_bias", tuple(bias.items()))
         require(
             self.max_new_tokens is None or _is_int(self.max_new_tokens, 1),
             "max_new_tokens",
@@ -112,24 +136,49 @@ class GenerationConfig:
             self.seed,
             "a 64-bit integer",
         )
+        for name in ("stop_words", "bad_words"):
+            words = getattr(self, name)
+            good = all(isinstance(word, str) and word for word in words)
+            require(good, name, list(words), "strings that are not empty")
+        for name in ("stop_token_ids", "bad_token_ids", "allowed_token_ids"):
+            ids = getattr(self, name)
+            require(all(_is_int(token, 0, 2**31 - 1) for token in ids), name, list(ids), "token ids")
+        for name, low, high in RANGES:
+            value = getattr(self, name)
+            require(_is_number(value) and low <= value <= high, name, value, f"a number from {low} to {high}")
         require(
-            all(isinstance(word, str) and word for word in self.stop_words),
-            "stop_words",
-            list(self.stop_words),
-            "strings that are not empty",
+            all(_is_int(t, 0, 2**31 - 1) and _is_number(b) and abs(b) <= 100 for t, b in self.logit_bias),
+            "logit_bias",
+            dict(self.logit_bias),
+            "token ids with numbers from -100 to 100",
         )
-        require(
-            all(_is_int(token, 0, 2**31 - 1) for token in self.stop_token_ids),
-            "stop_token_ids",
-            list(self.stop_token_ids),
-            "token ids",
-        )
+        for name, low, high in (("n", 1, MAX_SAMPLES), ("min_new_tokens", 0, 2**31 - 1)):
+            require(
+                _is_int(getattr(self, name), low, high), name, getattr(self, name), f"an integer >= {low}"
+            )
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            require(
+                value is None or _is_int(value, 0, MAX_LOGPROBS),
+                name,
+                value,
+                f"None, or an integer from 0 to {MAX_LOGPROBS}",
+            )
+        require(_is_int(self.priority, -(2**31), 2**31 - 1), "priority", self.priority, "an integer")
 
     @property
     def greedy(self) -> bool:
         """Whether the most likely token is always taken."""
         return not self.do_sample or self.temperature == 0
 
-    def with_seed(self, seed: int) -> GenerationConfig:
-        """The same, with another seed."""
-        return replace(self, seed=seed)
+    def samples(self) -> list[GenerationConfig]:
+        """One config for each of the `n` texts. The prompt's log probabilities come with the first."""
+        return [
+            replace(
+                self,
+                n=1,
+                seed=None if self.seed is None else self.seed + i,
+                prompt_logprobs=None if i else self.prompt_logprobs,
+            )
+            for i in range(self.n)
+        ]

@@ -89,11 +89,17 @@ class StopStrings:
 
 
 class TextStream:
-    """Tokens in, text out, until a stop string: a detokenizer followed by a stop string filter."""
+    """Tokens in, text out, until a stop string: a detokenizer followed by a stop string filter.
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str] = ()) -> None:
+    The text of the first `unstoppable` tokens cannot contain a stop string, or begin one.
+    """
+
+    def __init__(
+        self, decode: Callable[[Sequence[int]], str], stops: Sequence[str] = (), unstoppable: int = 0
+    ) -> None:
         self._detokenizer = Detokenizer(decode)
         self._stops = StopStrings(stops)
+        self._unstoppable = unstoppable
 
     @property
     def stopped(self) -> bool:
@@ -102,7 +108,12 @@ class TextStream:
 
     def feed(self, token_ids: Sequence[int], final: bool = False) -> str:
         """Text for these tokens; with `final`, also everything held back."""
-        text = self._stops.feed(self._detokenizer.feed(token_ids))
+        text = ""
+        if self._unstoppable:
+            free, token_ids = token_ids[: self._unstoppable], token_ids[self._unstoppable :]
+            self._unstoppable -= len(free)
+            text = self._detokenizer.feed(free)
+        text += self._stops.feed(self._detokenizer.feed(token_ids))
         if final and not self.stopped:
             text += self._stops.feed(self._detokenizer.flush())
         if final and not self.stopped:

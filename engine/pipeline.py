@@ -7,13 +7,20 @@ import queue
 import threading
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Self, TypeVar, cast, overload
 
 from turbomill.engine.base import AsyncEngine
 from turbomill.engine.config import EngineConfig, GenerationConfig
-from turbomill.engine.requests import EngineError, FinishReason, GenerationOutput, Messages, Prompt
+from turbomill.engine.requests import (
+    EngineError,
+    FinishReason,
+    GenerationOutput,
+    Messages,
+    Prompt,
+    TokenLogprob,
+)
 from turbomill.engine.select import create_engine
 
 if TYPE_CHECKING:
@@ -32,6 +39,20 @@ class Response:
     input_token_len: int
     generate_token_len: int
     index: int = 0  # of the prompt in the batch
+    sample: int = 0  # which of the prompt's `n` texts
+    logprobs: tuple[TokenLogprob, ...] = ()  # one for each of token_ids, with gen_config.logprobs
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # from the second token on; with the first sample
+    cached_token_len: int = 0  # of the prompt, that the prefix cache had
+    others: tuple[Response, ...] = ()  # the other n - 1 texts of the prompt
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text being generated: sample `sample` of prompt `index`."""
+
+    index: int
+    sample: int
+    stream: AsyncGenerator[GenerationOutput, None]
 
 
 class Pipeline:
@@ -73,6 +94,7 @@ class Pipeline:
 
         A text goes through the chat template as one user message, unless `do_preprocess` is False. Messages
         always do, token ids never. Every prompt is checked before the first one runs (raises PromptError).
+        With `n` > 1 a prompt's response is that of its first text, and holds the `others`.
         """
         batch, single = _as_batch(prompts)
         streams = self._streams(batch, gen_config, do_preprocess)
@@ -86,21 +108,24 @@ class Pipeline:
         *,
         do_preprocess: bool = True,
     ) -> Iterator[Response]:
-        """Yield pieces as they are generated; `index` names the prompt. Leaving the loop cancels the rest."""
+        """Yield pieces as they are generated; `index` and `sample` say of which text.
+
+        Leaving the loop cancels the rest.
+        """
         streams = self._streams(_as_batch(prompts)[0], gen_config, do_preprocess)
         return self._iterate(streams)
 
-    def _iterate(self, streams: list[AsyncGenerator[GenerationOutput, None]]) -> Iterator[Response]:
+    def _iterate(self, streams: list[Text]) -> Iterator[Response]:
         pieces: queue.SimpleQueue[Response | None] = queue.SimpleQueue()
 
-        async def pump(index: int, stream: AsyncGenerator[GenerationOutput, None]) -> None:
-            async with aclosing(stream):
-                async for output in stream:
-                    pieces.put(_response(index, [output]))
+        async def pump(text: Text) -> None:
+            async with aclosing(text.stream) as outputs:
+                async for output in outputs:
+                    pieces.put(_response(text, [output]))
 
         async def pump_all() -> None:
             try:
-                await _together([pump(index, stream) for index, stream in enumerate(streams)])
+                await _together([pump(text) for text in streams])
             finally:
                 pieces.put(None)
 
@@ -117,7 +142,7 @@ class Pipeline:
         batch: list[Prompt],
         gen_config: GenerationConfig | Sequence[GenerationConfig] | None,
         do_preprocess: bool,
-    ) -> list[AsyncGenerator[GenerationOutput, None]]:
+    ) -> list[Text]:
         if self._closed:
             raise EngineError("the pipeline is closed")
         if gen_config is None or isinstance(gen_config, GenerationConfig):
@@ -130,7 +155,11 @@ class Pipeline:
             else prompt
             for prompt in batch
         ]
-        return [self.engine.generate(prompt, gen) for prompt, gen in zip(prompts, configs, strict=True)]
+        return [
+            Text(index, sample, self.engine.generate(prompt, one))
+            for index, (prompt, gen) in enumerate(zip(prompts, configs, strict=True))
+            for sample, one in enumerate((gen or GenerationConfig()).samples())
+        ]
 
     def _run(self, work: Coroutine[object, object, T]) -> T:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -173,7 +202,7 @@ def _as_batch(prompts: object) -> tuple[list[Prompt], bool]:
     return cast(list[Prompt], items), False
 
 
-def _response(index: int, outputs: Sequence[GenerationOutput]) -> Response:
+def _response(text: Text, outputs: Sequence[GenerationOutput]) -> Response:
     last = outputs[-1]
     return Response(
         text="".join([output.text for output in outputs]),
@@ -181,17 +210,24 @@ def _response(index: int, outputs: Sequence[GenerationOutput]) -> Response:
         finish_reason=last.finish_reason,
         input_token_len=last.usage.prompt_tokens,
         generate_token_len=last.usage.generated_tokens,
-        index=index,
+        index=text.index,
+        sample=text.sample,
+        logprobs=tuple(logprob for output in outputs for logprob in output.logprobs),
+        prompt_logprobs=tuple(logprob for output in outputs for logprob in output.prompt_logprobs),
+        cached_token_len=last.usage.cached_tokens,
     )
 
 
-async def _collect(index: int, stream: AsyncGenerator[GenerationOutput, None]) -> Response:
-    async with aclosing(stream):
-        return _response(index, [output async for output in stream])
+async def _collect(text: Text) -> Response:
+    async with aclosing(text.stream) as outputs:
+        return _response(text, [output async for output in outputs])
 
 
-async def _gather(streams: list[AsyncGenerator[GenerationOutput, None]]) -> list[Response]:
-    return await _together([_collect(index, stream) for index, stream in enumerate(streams)])
+async def _gather(streams: list[Text]) -> list[Response]:
+    samples: dict[int, list[Response]] = {}
+    for response in await _together([_collect(text) for text in streams]):
+        samples.setdefault(response.index, []).append(response)
+    return [replace(first, others=tuple(others)) for first, *others in samples.values()]
 
 
 async def _together(work: Sequence[Coroutine[object, object, T]]) -> list[T]:

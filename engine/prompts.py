@@ -39,6 +39,11 @@ class PromptEncoder:
             list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
 
+    def word_tokens(self, word: str) -> list[list[int]]:
+        """The token sequences of a word at the beginning of a text and after a space."""
+        spelled = [self._tokenize(text, add_special_tokens=False) for text in (word, f" {word}")]
+        return [ids for i, ids in enumerate(spelled) if ids and ids not in spelled[:i]]
+
     def _tokenize(self, text: str, add_special_tokens: bool) -> list[int]:
         if self.tokenizer is None:
             raise PromptError("the model has no tokenizer: send token ids")

@@ -33,6 +33,15 @@ class Usage:
 
 
 @dataclass(frozen=True)
+class TokenLogprob:
+    """A token's log probability in the model's own distribution, whatever temperature and penalties."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]  # the likeliest tokens in its place, likeliest first
+
+
+@dataclass(frozen=True)
 class GenerationOutput:
     """The next piece of a generation. Pieces concatenate to the whole; the last has a `finish_reason`.
 
@@ -43,6 +52,8 @@ class GenerationOutput:
     token_ids: tuple[int, ...]
     usage: Usage
     finish_reason: FinishReason | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()  # one for each of token_ids, where the request wants them
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the next prompt tokens from the second on, likewise
 
 
 @dataclass(frozen=True)
@@ -69,4 +80,7 @@ class EngineMetrics:
     generated_tokens: int
     preemptions: int
     evictions: int
+    steps_in_flight: int
+    stalled_seconds: float  # since the step in flight gave no sign; a busy engine stays below a step's length
+    paused: bool
     healthy: bool

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import threading
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import fields
@@ -14,11 +13,12 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from turbomill.engine.bridge import Bridge, OutputStream
+from turbomill.engine.bridge import Bridge
 from turbomill.engine.cache_size import cache_block_count, show_bytes
 from turbomill.engine.config import EngineConfig, GenerationConfig
 from turbomill.engine.detokenize import TextStream
 from turbomill.engine.device import free_device_memory, resolve_device
+from turbomill.engine.native_requests import native_request, next_arrived, raise_failure, token_logprob
 from turbomill.engine.prompts import PromptEncoder
 from turbomill.engine.requests import (
     EngineError,
@@ -184,38 +184,58 @@ class TurbomindEngine:
                 f"(the model's context is {self.store.context_length})"
             )
         new_tokens = min(gen.max_new_tokens or room, room)
-        return self._generate(self._request(token_ids, new_tokens, gen), gen)
-
-    def _request(self, token_ids: list[int], max_new_tokens: int, gen: GenerationConfig) -> _core.Request:
-        stop_ids = set(gen.stop_token_ids)
-        if not gen.ignore_eos:
-            stop_ids.update(self.store.eos_token_ids)
-        seed = secrets.randbits(63) if gen.seed is None else gen.seed % 2**63
-        return self._core.Request(
-            token_ids=token_ids,
-            max_new_tokens=max_new_tokens,
-            temperature=0.0 if gen.greedy else float(gen.temperature),
-            top_k=gen.top_k,
-            top_p=float(gen.top_p),
-            seed=seed,
-            stop_token_ids=sorted(stop_ids),
+        if gen.n != 1:
+            raise PromptError(f"n is {gen.n}, but one generation gives one text: pass each of gen.samples()")
+        self._check_ids(gen)
+        request = native_request(
+            self._core,
+            token_ids,
+            new_tokens,
+            gen,
+            eos_token_ids=self.store.eos_token_ids,
+            word_tokens=self._prompts.word_tokens,
         )
+        return self._generate(request, gen)
+
+    def _check_ids(self, gen: GenerationConfig) -> None:
+        vocab = self.store.model["vocab_size"]
+        biased = [token for token, _ in gen.logit_bias]
+        for name, ids in (
+            ("logit_bias", biased),
+            ("bad_token_ids", gen.bad_token_ids),
+            ("allowed_token_ids", gen.allowed_token_ids),
+        ):
+            if ids and max(ids) >= vocab:
+                raise PromptError(f"{name}: token id {max(ids)}, expected ids below {vocab}")
 
     async def _generate(
         self, request: _core.Request, gen: GenerationConfig
     ) -> AsyncGenerator[GenerationOutput, None]:
-        prompt_tokens, generated, cached = len(request.token_ids), 0, 0
-        text = TextStream(lambda ids: self.decode(ids, gen.skip_special_tokens), gen.stop_words)
+        prompt, generated, scored = request.token_ids, 0, 1
+        text = TextStream(
+            lambda ids: self.decode(ids, gen.skip_special_tokens), gen.stop_words, gen.min_new_tokens
+        )
         with self._bridge.submit(request) as stream:
             finish: FinishReason | None = None
             while finish is None:
-                token_ids, cached, finish = await _next_tokens(stream)
-                generated += len(token_ids)
-                piece = text.feed(token_ids, final=finish is not None)
+                arrived = await next_arrived(stream)
+                finish = arrived.finish
+                generated += len(arrived.token_ids)
+                piece = text.feed(arrived.token_ids, final=finish is not None)
                 if text.stopped:
                     finish = "stop"
-                usage = Usage(prompt_tokens, generated, cached)
-                yield GenerationOutput(piece, tuple(token_ids), usage, finish)
+                rows = arrived.prompt_logprobs
+                of_prompt = [token_logprob(t, r) for t, r in zip(prompt[scored:], rows, strict=False)]
+                scored += len(rows)
+                usage = Usage(len(prompt), generated, arrived.cached_tokens)
+                yield GenerationOutput(
+                    piece,
+                    tuple(arrived.token_ids),
+                    usage,
+                    finish,
+                    tuple(arrived.logprobs),
+                    tuple(of_prompt),
+                )
 
     async def logits(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
         """fp32 logits [T, V] of every position of `token_ids` [T]."""
@@ -232,7 +252,7 @@ class TurbomindEngine:
             while not finished:
                 for output in await stream.next():
                     finished = finished or bool(output.finish_reason)
-                    _raise_failure(output)
+                    raise_failure(output)
                     if output.logits is not None:
                         if out is None:
                             out = np.empty((len(ids), output.logits.shape[1]), np.float32)
@@ -248,6 +268,24 @@ class TurbomindEngine:
         """A snapshot of the scheduler and the KV pool."""
         now = self._engine.metrics()
         return EngineMetrics(**{field.name: getattr(now, field.name) for field in fields(EngineMetrics)})
+
+    def pause(self) -> None:
+        """Plan no more steps; return when none is in flight. Requests are accepted and wait."""
+        self._bridge.control("pause")
+
+    def resume(self) -> None:
+        """Go on where pause() stopped."""
+        self._bridge.control("resume")
+
+    def sleep(self, level: int = 1) -> None:
+        """Pause and give memory back; see AsyncEngine."""
+        if level not in (1, 2):
+            raise UsageError(f"the level of sleep is {level!r}, expected 1 (KV cache) or 2 (weights too)")
+        self._bridge.control("sleep", level)
+
+    def wakeup(self) -> None:
+        """Take the memory again and go on; see AsyncEngine."""
+        self._bridge.control("wake")
 
     def close(self) -> None:
         """End every request as cancelled and free everything. Idempotent."""
@@ -266,22 +304,3 @@ def _tokenizer(store: Store) -> Any | None:
         return store.tokenizer()
     logger.warning("the model has no tokenizer: prompts must be token ids, and there is no text")
     return None
-
-
-def _raise_failure(output: _core.Output) -> None:
-    if output.finish_reason == "error":
-        raise EngineError(output.error or "the engine failed this request")
-
-
-async def _next_tokens(stream: OutputStream) -> tuple[list[int], int, FinishReason | None]:
-    """Tokens of all outputs that are there, cached prompt tokens, and the last output's finish reason."""
-    tokens: list[int] = []
-    cached = 0
-    finish: FinishReason | None = None
-    for output in await stream.next():
-        _raise_failure(output)
-        tokens.extend(output.token_ids)
-        cached = output.cached_tokens
-        if output.finish_reason:
-            finish = output.finish_reason  # type: ignore[assignment]
-    return tokens, cached, finish

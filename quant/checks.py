@@ -101,7 +101,7 @@ def padded(checkpoint: Checkpoint, group: int) -> Checkpoint:
     check_dense(checkpoint)
     if group < 0:
         return checkpoint
-    found = PaddedCheckpoint(checkpoint, group or GROUPS[0])
+    found = PaddedCheckpoint(checkpoint, padded_sizes(checkpoint.config, group or GROUPS[0]))
     for key, size in found.sizes.items():
         logger.info("%s: %d is padded to %d with zeros", key, checkpoint.config[key], size)
     return found

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from turbomill.convert import native
 from turbomill.convert.formats.base import TensorSource, WeightFormat, bias_of
+from turbomill.convert.formats.order import require_plain
 from turbomill.convert.linear import Linear, QuantLinear, QuantScheme, storable_scales
 from turbomill.errors import CheckpointError, UnsupportedModelError
 
@@ -32,6 +34,8 @@ def pack_words(codes: Tensor) -> Tensor:
 
 def unpack_words(words: Tensor) -> Tensor:
     """int32 [R, N/8] -> uint8 [R, N]."""
+    if native.available():
+        return native.unpack_awq(words)
     codes = torch.empty((*words.shape, 8), dtype=torch.uint8)
     for j, nibble in enumerate(NIBBLE_OF_COLUMN):
         codes[:, :, j] = (words >> 4 * nibble & 15).to(torch.uint8)
@@ -80,17 +84,14 @@ class AwqFormat(WeightFormat):
         return self.scheme.group if self.scheme.group > 0 else k
 
     def expected(self, prefix: str, k: int, n: int) -> dict[str, tuple[int, ...]]:
-        """qweight, qzeros, scales."""
+        """qweight, scales and, unless they are all 8, qzeros."""
         groups = k // self._group(prefix, k, n)
-        return {
-            f"{prefix}.qweight": (k, n // 8),
-            f"{prefix}.qzeros": (groups, n // 8),
-            f"{prefix}.scales": (groups, n),
-        }
+        found = {f"{prefix}.qweight": (k, n // 8), f"{prefix}.scales": (groups, n)}
+        return found if self.scheme.symmetric else {**found, f"{prefix}.qzeros": (groups, n // 8)}
 
     def optional(self, prefix: str) -> Sequence[str]:
-        """Nothing."""
-        return ()
+        """qzeros, which some writers leave out of a symmetric model."""
+        return (f"{prefix}.qzeros",)
 
     def values(self, prefix: str) -> str:
         """scales."""
@@ -101,8 +102,14 @@ class AwqFormat(WeightFormat):
         codes = unpack_words(source.tensor(f"{prefix}.qweight"))
         group = self._group(prefix, *codes.shape)
         scheme = QuantScheme(4, group, self.scheme.symmetric)
-        zeros = unpack_words(source.tensor(f"{prefix}.qzeros"))
-        linear = QuantLinear(codes, source.tensor(f"{prefix}.scales"), zeros, scheme, bias_of(source, prefix))
+        scales = source.tensor(f"{prefix}.scales")
+        if source.has(f"{prefix}.qzeros"):
+            zeros = unpack_words(source.tensor(f"{prefix}.qzeros"))
+        elif scheme.symmetric:
+            zeros = torch.full(scales.shape, 8, dtype=torch.uint8)
+        else:
+            raise CheckpointError(f"{prefix}.qzeros: missing, though the config says zero_point")
+        linear = QuantLinear(codes, scales, zeros, scheme, bias_of(source, prefix))
         linear.validate(prefix)
         return linear
 
@@ -110,6 +117,7 @@ class AwqFormat(WeightFormat):
         """Raises CheckpointError when the shape does not fit the format."""
         if not isinstance(linear, QuantLinear) or linear.scheme.bits != 4:
             raise CheckpointError(f"{prefix}: AWQ gemm stores 4-bit linears only")
+        require_plain(prefix, linear, "AWQ")
         self._group(prefix, *linear.shape)
         tensors = {
             f"{prefix}.qweight": pack_words(linear.codes),

@@ -7,6 +7,8 @@ from math import gcd
 import torch
 from torch import Tensor
 
+from turbomill.convert import native
+
 
 def words_for(count: int, bits: int) -> int:
     """How many 32-bit words hold `count` values."""
@@ -48,6 +50,8 @@ def _pack_bytes(codes: Tensor, bits: int) -> Tensor:
 
 def unpack_bits(words: Tensor, bits: int, count: int) -> Tensor:
     """The first `count` values along dim 0 of int32 words [W, ...], as uint8 [count, ...]."""
+    if bits == 4 and words.dim() == 2 and words.shape[0] == words_for(count, bits) and native.available():
+        return native.unpack_nibbles(words, count)
     period = 32 // gcd(32, bits)
     per_period = period * bits // 32
     rest = words.shape[1:]

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from turbomill.convert.formats.base import TensorSource, WeightFormat, bias_of
 from turbomill.convert.formats.bits import pack_bits, unpack_bits, words_for
+from turbomill.convert.formats.order import RowOrder, order_of, require_plain
 from turbomill.convert.linear import Linear, QuantLinear, QuantScheme, storable_scales
 from turbomill.errors import CheckpointError, UnsupportedModelError
 
@@ -132,7 +133,7 @@ class CompressedTensorsFormat(WeightFormat):
         return f"{prefix}.weight_scale"
 
     def unpack(self, source: TensorSource, prefix: str) -> QuantLinear:
-        """One linear in canonical form. Columns reordered by activation are an UnsupportedModelError."""
+        """One linear in canonical form; columns that actorder scattered are sorted by their groups."""
         n, k = (int(size) for size in source.tensor(f"{prefix}.weight_shape"))
         scheme = self.scheme_of(prefix, k)
         words, scales = source.tensor(f"{prefix}.weight_packed"), source.tensor(f"{prefix}.weight_scale")
@@ -142,27 +143,46 @@ class CompressedTensorsFormat(WeightFormat):
                 f"{prefix}: weight_packed {tuple(words.shape)}, weight_scale {tuple(scales.shape)} do not "
                 f"agree with K={k}, N={n}, {scheme.bits} bits, group {scheme.group}"
             )
-        _check_order(source, prefix, k, scheme.group)
+        order, codes = self._order(source, prefix, k), unpack_bits(words.T, scheme.bits, k)
         if scheme.symmetric:
             zeros = torch.full((groups, n), 2 ** (scheme.bits - 1), dtype=torch.uint8)
         else:
             packed = source.tensor(f"{prefix}.weight_zero_point")
             zeros = unpack_bits(packed, scheme.bits, n).T.contiguous()  # [G, N]
+        scales = scales.T.contiguous()
         linear = QuantLinear(
-            codes=unpack_bits(words.T, scheme.bits, k),
-            scales=scales.T.contiguous(),
-            zeros=zeros,
+            codes=codes if order.rows is None else codes[order.rows],
+            scales=scales if order.groups is None else scales[order.groups],
+            zeros=zeros if order.groups is None else zeros[order.groups],
             scheme=scheme,
             bias=bias_of(source, prefix),
+            order=order.rows,
         )
         linear.validate(prefix)
         return linear
+
+    def order(self, source: TensorSource, prefix: str) -> Tensor | None:
+        """That of the sorted columns; None without actorder group."""
+        if not source.has(f"{prefix}.weight_g_idx"):
+            return None
+        return self._order(source, prefix, source.tensor(f"{prefix}.weight_g_idx").shape[0]).rows
+
+    def _order(self, source: TensorSource, prefix: str, k: int) -> RowOrder:
+        """-1 everywhere is the writer's "none"."""
+        name = f"{prefix}.weight_g_idx"
+        g_idx = source.tensor(name) if source.has(name) else None
+        if g_idx is not None and g_idx.shape != (k,):
+            raise CheckpointError(f"{name}: is {list(g_idx.shape)}, expected [{k}]")
+        if g_idx is None or bool((g_idx == -1).all()):
+            return RowOrder()
+        return order_of(name, g_idx, self.scheme_of(prefix, k).group)
 
     def pack(self, prefix: str, linear: Linear) -> dict[str, Tensor]:
         """Raises CheckpointError for a dense linear, and for K not a multiple of the group."""
         if not isinstance(linear, QuantLinear) or linear.scheme.bits not in BITS:
             raise CheckpointError(f"{prefix}: compressed-tensors stores linears of 2 to 8 bits")
         bits, (k, n) = linear.scheme.bits, linear.shape
+        require_plain(prefix, linear, "compressed-tensors")
         if wrong := self.misfit(prefix, k, n):
             raise CheckpointError(f"{prefix}: {wrong}; choose a group size that divides K")
         tensors = {
@@ -225,15 +245,3 @@ def _scheme_of_group(name: str, group: dict[str, Any], form: str | None) -> Quan
     if group_size == 0:
         raise CheckpointError(f"{where}: strategy group without a group_size")
     return QuantScheme(int(weights["num_bits"]), group_size, bool(weights.get("symmetric", True)))
-
-
-def _check_order(source: TensorSource, prefix: str, k: int, group: int) -> None:
-    """Accept a g_idx that says k // group, or -1 everywhere (the writer's "none"); refuse another."""
-    if not source.has(f"{prefix}.weight_g_idx"):
-        return
-    order = source.tensor(f"{prefix}.weight_g_idx").long()
-    if not bool((order == -1).all()) and not torch.equal(order, torch.arange(k) // group):
-        raise UnsupportedModelError(
-            f"{prefix}.weight_g_idx: columns are reordered (actorder group), which is not supported; "
-            "quantize with actorder static"
-        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from turbomill.convert.formats.awq import AwqFormat
@@ -19,12 +20,12 @@ def find_format(config: dict[str, Any]) -> WeightFormat:
     for candidate in FORMATS:
         try:
             found = candidate.recognise(config)
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, re.error) as error:
             raise CheckpointError(f"config.json: quantization_config is malformed: {error}") from error
         if found is not None:
             return found
     method = config["quantization_config"].get("quant_method", "missing")
     raise UnsupportedModelError(
         f"config.json: quant_method {method} is not supported; supported: "
-        f"{', '.join(candidate.name for candidate in FORMATS)}"
+        f"{', '.join(candidate.name for candidate in FORMATS)}, fp8"
     )

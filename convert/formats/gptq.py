@@ -18,6 +18,7 @@ from torch import Tensor
 
 from turbomill.convert.formats.base import TensorSource, WeightFormat, bias_of
 from turbomill.convert.formats.bits import pack_bits, unpack_bits, words_for
+from turbomill.convert.formats.order import order_of, require_plain
 from turbomill.convert.linear import Linear, QuantLinear, QuantScheme, storable_scales
 from turbomill.errors import CheckpointError, UnsupportedModelError
 
@@ -57,7 +58,11 @@ class GptqFormat(WeightFormat):
             group=int(quant.get("group_size", 128)),
             symmetric=bool(quant.get("sym", True)),
         )
-        return cls(scheme, VERSIONS[form], dict(quant.get("dynamic") or {}))
+        dynamic = dict(quant.get("dynamic") or {})
+        for rule, change in dynamic.items():  # malformed ones raise here
+            re.compile(rule.removeprefix("+:").removeprefix("-:"))
+            _ = int(change.get("bits", 4)), int(change.get("group_size", 128))
+        return cls(scheme, VERSIONS[form], dynamic)
 
     def scheme_of(self, prefix: str, k: int) -> QuantScheme:
         """The linear's scheme: the first matching rule of `dynamic` overrides; a group of -1 is K."""
@@ -91,7 +96,7 @@ class GptqFormat(WeightFormat):
         }
 
     def optional(self, prefix: str) -> Sequence[str]:
-        """g_idx, which says k // group where rows were not reordered."""
+        """g_idx: each row's group, k // group where rows were not reordered."""
         return (f"{prefix}.g_idx",)
 
     def values(self, prefix: str) -> str:
@@ -99,7 +104,7 @@ class GptqFormat(WeightFormat):
         return f"{prefix}.scales"
 
     def unpack(self, source: TensorSource, prefix: str) -> QuantLinear:
-        """One linear in canonical form. Rows reordered by desc_act are an UnsupportedModelError."""
+        """One linear in canonical form; rows that desc_act reordered are sorted by their groups."""
         words, scales = source.tensor(f"{prefix}.qweight"), source.tensor(f"{prefix}.scales")
         g_idx = source.tensor(f"{prefix}.g_idx") if source.has(f"{prefix}.g_idx") else None
         bits = self.scheme_of(prefix, 1).bits
@@ -114,16 +119,24 @@ class GptqFormat(WeightFormat):
             )
         raw = unpack_bits(source.tensor(f"{prefix}.qzeros").T, bits, n).T.contiguous()  # [G, N]
         zeros = self._zeros(prefix, raw, scheme)
-        order = _group_order(prefix, g_idx, scheme.group, groups)
+        order, codes = order_of(f"{prefix}.g_idx", g_idx, scheme.group), unpack_bits(words, bits, k)
         linear = QuantLinear(
-            codes=unpack_bits(words, bits, k),
-            scales=scales if order is None else scales[order],
-            zeros=zeros if order is None else zeros[order],
+            codes=codes if order.rows is None else codes[order.rows],
+            scales=scales if order.groups is None else scales[order.groups],
+            zeros=zeros if order.groups is None else zeros[order.groups],
             scheme=scheme,
             bias=bias_of(source, prefix),
+            order=order.rows,
         )
         linear.validate(prefix)
         return linear
+
+    def order(self, source: TensorSource, prefix: str) -> Tensor | None:
+        """That of the sorted rows; None without desc_act."""
+        if not source.has(f"{prefix}.g_idx"):
+            return None
+        g_idx = source.tensor(f"{prefix}.g_idx")
+        return order_of(f"{prefix}.g_idx", g_idx, self.scheme_of(prefix, g_idx.shape[0]).group).rows
 
     def _zeros(self, prefix: str, raw: Tensor, scheme: QuantScheme) -> Tensor:
         """Zeros from the stored fields. A symmetric file shows which version it really holds."""
@@ -144,19 +157,27 @@ class GptqFormat(WeightFormat):
         return raw if version == 2 else (raw + 1) & (2**scheme.bits - 1)
 
     def pack(self, prefix: str, linear: Linear) -> dict[str, Tensor]:
-        """In this format's version; g_idx is k // group. Raises CheckpointError for a dense linear."""
+        """In this format's version; g_idx is k // group, unless the linear has an order of its own.
+
+        Raises CheckpointError for a dense linear.
+        """
         if not isinstance(linear, QuantLinear) or linear.scheme.bits not in BITS:
             raise CheckpointError(f"{prefix}: GPTQ stores linears of {BITS} bits")
         bits, (k, n) = linear.scheme.bits, linear.shape
         if wrong := self.misfit(prefix, k, n):
             raise CheckpointError(f"{prefix}: {wrong}")
-        mask = 2**bits - 1
+        if linear.mins is not None:
+            require_plain(prefix, linear, "GPTQ")
+        mask, codes, g_idx = 2**bits - 1, linear.codes, (torch.arange(k) // linear.scheme.group).int()
+        if linear.order is not None:  # each row back to its input
+            back = linear.order.long().argsort()
+            codes, g_idx = codes[back], g_idx[back].contiguous()
         raw = linear.zeros if self.version == 2 else (linear.zeros + mask) & mask  # zero - 1 modulo 2^b
         tensors = {
-            f"{prefix}.qweight": pack_bits(linear.codes, bits),
+            f"{prefix}.qweight": pack_bits(codes, bits),
             f"{prefix}.qzeros": pack_bits(raw.T, bits).T.contiguous(),
             f"{prefix}.scales": storable_scales(prefix, linear.scales),
-            f"{prefix}.g_idx": (torch.arange(k) // linear.scheme.group).int(),
+            f"{prefix}.g_idx": g_idx,
         }
         return tensors if linear.bias is None else {**tensors, f"{prefix}.bias": linear.bias}
 
@@ -171,24 +192,3 @@ class GptqFormat(WeightFormat):
             "desc_act": False,
         }
         return {**config, "dynamic": self.dynamic} if self.dynamic else config
-
-
-def _group_order(prefix: str, g_idx: Tensor | None, group: int, groups: int) -> Tensor | None:
-    """Which stored group each block of `group` rows uses, or None when it is its own.
-
-    Rows of one group that are not neighbours (desc_act) would need the activations reordered.
-    """
-    if g_idx is None:
-        return None
-    k = g_idx.shape[0]
-    block = torch.arange(k) // group
-    if torch.equal(g_idx.long(), block):
-        return None
-    order = g_idx[::group].long()
-    sound = bool(((order >= 0) & (order < groups)).all()) and torch.equal(g_idx.long(), order[block])
-    if not sound:
-        raise UnsupportedModelError(
-            f"{prefix}.g_idx: rows are reordered (desc_act), which is not supported; "
-            "quantize with desc_act=False"
-        )
-    return order

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+import mmap
 import re
 import shutil
 from collections import Counter
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,11 +20,14 @@ from turbomill.convert.formats.base import WeightFormat
 from turbomill.convert.formats.dense import DenseFormat
 from turbomill.convert.formats.gguf import GgufFormat
 from turbomill.convert.gguf.blocks import SCHEMES, values_of
-from turbomill.convert.gguf.container import GgufFile, GgufTensor, read_gguf
+from turbomill.convert.gguf.container import GgufTensor
 from turbomill.convert.gguf.metadata import Metadata
 from turbomill.convert.gguf.models import GLOBAL_NAMES, config_of, find_model
+from turbomill.convert.gguf.part import Part
 from turbomill.convert.gguf.rope import FACTORS
+from turbomill.convert.gguf.split import joined, read_all
 from turbomill.convert.hf import load_tokenizer
+from turbomill.convert.wrapped import WrappedCheckpoint
 from turbomill.errors import CheckpointError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -36,47 +39,14 @@ ONE_EXPERT = re.compile(r"(ffn_\w+)\.(\d+)")  # of files from before experts wer
 TOKENIZER_FILES = ("tokenizer", "chat_template", "special_tokens", "added_tokens", "vocab.", "merges.")
 
 
-@dataclass(frozen=True)
-class Part:
-    """What of a file's tensor has a Hugging Face name: all of it, an expert, or some rows."""
-
-    tensor: GgufTensor
-    expert: int | None = None
-    rows: slice | None = None
-    heads: int = 0  # whose halves lie interleaved
-    offset: float = 0.0  # was added
-    matrix: bool = False  # stored as a vector
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """In Hugging Face's terms."""
-        shape = self.tensor.shape if self.expert is None else self.tensor.shape[1:]
-        if self.rows is not None:
-            shape = (self.rows.stop - self.rows.start, *shape[1:])
-        return (1, *shape) if self.matrix and len(shape) == 1 else shape
-
-    def bytes(self) -> np.ndarray:
-        """uint8 [..., bytes of a row] in Hugging Face's order of rows."""
-        raw = self.tensor.rows()
-        raw = raw if self.expert is None else raw[self.expert]
-        if raw.ndim == 1 and (self.rows is not None or self.heads):  # a bias: its numbers are its rows
-            raw = raw.reshape(self.tensor.shape[0], -1)
-        raw = raw if self.rows is None else raw[self.rows]
-        if self.heads:
-            pairs = raw.reshape(self.heads, raw.shape[0] // self.heads // 2, 2, raw.shape[1])
-            raw = pairs.swapaxes(1, 2).reshape(raw.shape)
-        return raw
-
-
 class GgufCheckpoint(Checkpoint):
     """Tensors have Hugging Face names and are dequantized when asked for; 4-bit linears keep their codes."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        first = read_gguf(path)
+        self._files = read_all(path)
+        first, tensors = self._files[0], joined(self._files)
         self._fields = first.fields
-        self._files = [first, *_others(first)]
-        tensors = _joined(self._files)
         arch = first.fields.get("general.architecture")
         if not isinstance(arch, str):
             raise CheckpointError(
@@ -103,6 +73,18 @@ class GgufCheckpoint(Checkpoint):
             **{key: value for key, value in ids.items() if value is not None},
         }
         self._tokenizer: PreTrainedTokenizerBase | None = None  # slow to read, so kept
+
+    @property
+    def note(self) -> str:
+        """Which block types lose their form: all but those of linears with codes."""
+        linears = self.arch.linear_prefixes(self.config)
+        return self.lost({f"{prefix}.weight" for prefix in linears if self.format_of(prefix).scheme})
+
+    def lost(self, kept: set[str]) -> str:
+        """Which block types do when the tensors `kept` keep theirs; 16 and 32 bits are no blocks."""
+        kinds = {part.tensor.kind for name, part in self._parts.items() if name not in kept}
+        blocks = ", ".join(sorted(kinds - {"F32", "F16", "BF16"}))
+        return f"{blocks} dequantized to {str(self._dtype).removeprefix('torch.')}" if blocks else ""
 
     def _named(self, tensor: GgufTensor) -> dict[str, Part]:
         """A file's tensor under its Hugging Face name or names; one that is not known keeps its own."""
@@ -216,15 +198,25 @@ class GgufCheckpoint(Checkpoint):
             )
         return values.to(self._dtype).contiguous()
 
+    def release(self) -> None:
+        """Drop the mapped pages: they stay in the system's cache, and no longer count as this process's."""
+        for file in self._files:
+            file.data.madvise(mmap.MADV_DONTNEED)
+
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Files beside the model, or else transformers' reading of the metadata."""
-        from transformers import AutoTokenizer
-
         if self._tokenizer is not None:
             return self._tokenizer
         if self._has_tokenizer_files():
             self._tokenizer = load_tokenizer(self.path.parent)
             return self._tokenizer
+        if "tokenizer.ggml.model" not in self._fields:
+            raise CheckpointError(
+                f"{self.path}: has no tokenizer; put the model's tokenizer.json and tokenizer_config.json "
+                "beside the file"
+            )
+        from transformers import AutoTokenizer
+
         try:
             found = AutoTokenizer.from_pretrained(str(self.path.parent), gguf_file=self.path.name)
         except Exception as error:  # transformers raises many types here
@@ -263,32 +255,17 @@ class GgufCheckpoint(Checkpoint):
         (dst / "generation_config.json").write_text(text, encoding="utf-8")
 
 
-def _others(first: GgufFile) -> list[GgufFile]:
-    """The other files of a model that was split: NAME-00001-of-00003.gguf and so on."""
-    count = first.fields.get("split.count", 1)
-    if not isinstance(count, int) or count <= 1:
-        return []
-    match = re.fullmatch(r"(.*)-00001-of-(\d{5})\.gguf", first.path.name)
-    if match is None or int(match[2]) != count or first.fields.get("split.no", 0) != 0:
-        raise CheckpointError(
-            f"{first.path}: one of {count} files of a split model; give the first, "
-            f"NAME-00001-of-{count:05d}.gguf"
-        )
-    paths = [first.path.with_name(f"{match[1]}-{i + 1:05d}-of-{match[2]}.gguf") for i in range(1, count)]
-    for path in paths:
-        if not path.is_file():
-            raise CheckpointError(f"{path}: missing, though {first.path.name} needs it; download it again")
-    return [read_gguf(path) for path in paths]
+class DequantizedGguf(WrappedCheckpoint):
+    """A GGUF file without codes: every linear is the 16-bit numbers that it stands for."""
 
+    def __init__(self, source: GgufCheckpoint) -> None:
+        super().__init__(source)
+        self._note = source.lost(set())
 
-def _joined(files: list[GgufFile]) -> dict[str, GgufTensor]:
-    found: dict[str, GgufTensor] = {}
-    for file in files:
-        for name, tensor in file.tensors.items():
-            if name in found:
-                raise CheckpointError(f"{file.path}: tensor {name} is also in {found[name].file.path.name}")
-            found[name] = tensor
-    return found
+    @property
+    def note(self) -> str:
+        """Every block type."""
+        return self._note
 
 
 def _floats(tensor: GgufTensor) -> Tensor:

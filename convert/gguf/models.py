@@ -75,6 +75,7 @@ def _mixtral(meta: Metadata) -> Fields:
 
 
 def _baichuan(meta: Metadata) -> Fields:
+    # Baichuan2's head is used as the file has it, as llama.cpp does: who converts one normalises it first.
     if meta.whole("block_count") == 40:
         raise UnsupportedModelError(
             f"{meta.path}: this is Baichuan 13B, whose ALiBi attention is not supported; supported: 7B"

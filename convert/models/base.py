@@ -195,18 +195,39 @@ def architecture_table() -> str:
     return "\n".join(["| architecture | models |", "|---|---|", *rows])
 
 
+# What reading a config of wrong types or sizes may raise.
+MALFORMED = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError)
+
+
+def _try(arch: Architecture, config: HfConfig) -> None:
+    """Read everything from the config that will be asked for: what is wrong with it comes out here."""
+    arch.check(config)
+    arch.model_config(config)
+    readers = (arch.linear_shapes, arch.linear_biases, arch.scale_groups, arch.rope, arch.rope_tables)
+    for read in (*readers, arch.other_weights):
+        read(config)
+    for index in range(arch.num_layers(config)):
+        arch.fusions_of(config, index)
+    int(config.get("max_position_embeddings", 0))
+
+
 def find_architecture(config: HfConfig) -> Architecture:
     """The architecture config.json names. Raises UnsupportedModelError for an unknown one or variant."""
     known = {arch.name: arch for arch in architectures()}
     names = config.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise CheckpointError(f"config.json: architectures is {names!r}, expected a list of names")
     for name in names:
         if name in known:
             try:
-                known[name].check(config)
-            except (TypeError, ValueError, KeyError, AttributeError) as error:
-                raise CheckpointError(f"config.json: not a valid config of {name}: {error!r}") from error
+                _try(known[name], config)
+            except MALFORMED as error:
+                reason = str(error).strip().partition("\n")[0]
+                raise CheckpointError(
+                    f"config.json: not a valid config of {name}: {type(error).__name__}: {reason}"
+                ) from error
             return known[name]
-    what = ", ".join(map(str, names)) or f"model_type {config.get('model_type', 'missing')}"
+    what = ", ".join(names) or f"model_type {config.get('model_type', 'missing')}"
     wanted = str(names[0] if names else config.get("model_type", ""))
     # Without the suffix that all have in common.
     short = {name.removesuffix("ForCausalLM").lower(): name for name in known}

@@ -19,6 +19,13 @@ if TYPE_CHECKING:
 # beyond max_position_embeddings, which is as long as a session can be.
 STATIC_ROPE = ("default", "linear", "llama3", "yarn", "dynamic")
 SILU = ("silu", "swish")
+# More than any model has: beyond, a config is damaged, and would cost memory and time without end.
+MOST = {"num_hidden_layers": 4096, "head_dim": 1 << 16, "vocab_size": 1 << 28}
+MOST_OTHERS = 1 << 24
+OPTIONAL = (
+    *("num_key_value_heads", "head_dim", "max_position_embeddings", "sliding_window_pattern"),
+    *("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
+)
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
@@ -91,11 +98,19 @@ def window_fields(config: HfConfig) -> dict[str, Any]:
     return {"layer_windows": windows} if any(windows) else {}
 
 
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
 def check_sizes(config: HfConfig) -> None:
     """Refuse missing sizes and odd heads."""
-    missing = [key for key in REQUIRED if not isinstance(config.get(key), int)]
+    missing = [key for key in REQUIRED if not _is_size(config.get(key))]
     if missing:
-        raise CheckpointError(f"config.json: {', '.join(missing)} missing or not a whole number")
+        raise CheckpointError(f"config.json: {', '.join(missing)} missing or not a positive whole number")
+    for key in (*REQUIRED, *OPTIONAL):
+        value, most = config.get(key), MOST.get(key, MOST_OTHERS)
+        if value is not None and (not _is_size(value) or value > most):
+            raise CheckpointError(f"config.json: {key} is {value!r}, expected a whole number up to {most}")
     heads, kv_heads, dim = heads_of(config)
     if heads % kv_heads or dim % 2:
         raise UnsupportedModelError(

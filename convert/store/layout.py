@@ -10,6 +10,8 @@ import math
 import torch
 from torch import Tensor
 
+from turbomill.convert import native
+
 VECTOR, DENSE, W4, GROUP = "vector", "dense.nk", "w4.n64k64", "group.n64"
 TILE = 64
 
@@ -30,6 +32,11 @@ def _pad(matrix: Tensor, rows: int, columns: int) -> Tensor:
 
 def pack_w4(codes: Tensor) -> Tensor:
     """uint8 codes [K, N] -> uint8 [Np/64, Kp/64, 4, 32, 16], two codes to a byte; the padding is zero."""
+    return native.pack_w4(codes) if native.available() else plain_pack_w4(codes)
+
+
+def plain_pack_w4(codes: Tensor) -> Tensor:
+    """The same in PyTorch, which says where every bit goes."""
     k, n = codes.shape
     weight = _pad(codes, padded(k), padded(n)).T  # [Np, Kp]
     # row = 64 bn + 16 s + 8 h + g, column = 64 bk + 16 j + 8 u + 2 t + v
@@ -42,6 +49,11 @@ def pack_w4(codes: Tensor) -> Tensor:
 
 def unpack_w4(packed: Tensor, k: int, n: int) -> Tensor:
     """The inverse: uint8 codes [K, N] without padding."""
+    return native.unpack_w4(packed, k, n) if native.available() else plain_unpack_w4(packed, k, n)
+
+
+def plain_unpack_w4(packed: Tensor, k: int, n: int) -> Tensor:
+    """The same in PyTorch."""
     tiles_n, tiles_k = packed.shape[:2]
     pairs = packed.reshape(tiles_n, tiles_k, 4, 8, 4, 4, 2, 2)  # bn bk s g t j v u
     pairs = pairs.permute(0, 2, 3, 1, 5, 7, 4, 6)  # bn s g bk j u t v

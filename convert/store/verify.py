@@ -11,6 +11,7 @@ from torch import Tensor
 from turbomill import console
 from turbomill.convert.checkpoint import Checkpoint
 from turbomill.convert.linear import DenseLinear, Linear, QuantLinear, storable_scales
+from turbomill.convert.padded import PaddedCheckpoint
 from turbomill.convert.store.back import StoreCheckpoint, norm_names, plain_names
 from turbomill.convert.store.reader import Store
 
@@ -56,6 +57,9 @@ def check_tensors_against(store: Store, checkpoint: Checkpoint) -> Check:
     Two things are not bits: fp32 scales, which the store narrows to fp16, and what the store keeps dense of a
     quantized checkpoint, which is rounded to the store's dtype. They are compared after the same rounding.
     """
+    padded = store.manifest.get("source", {}).get("padded")
+    if padded:
+        checkpoint = PaddedCheckpoint(checkpoint, padded)
     arch = checkpoint.arch
     if store.manifest["architecture"] != arch.name:
         other = store.manifest["architecture"]

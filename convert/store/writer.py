@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+
+from torch import Tensor
 
 from turbomill.convert.safetensors_io import TAGS, Entry, encode_header, tensor_bytes
 from turbomill.convert.store.manifest import TensorInfo, dtype_name
@@ -12,25 +15,29 @@ from turbomill.convert.store.plan import Planned, Step
 
 PAGE = 4096
 LINE = 64
-SHARD_BYTES = 4 << 30
+SHARD_BYTES = 1 << 30  # a shard's checksum is taken, from the page cache, while the next one is written
 
 
 def write_shards(
     directory: Path, steps: Sequence[Step], done: Callable[[int], None], shard_bytes: int = SHARD_BYTES
-) -> dict[str, TensorInfo]:
-    """Write every tensor; `done(nbytes)` after each. Returns where each lies. Memory: one step's tensors."""
+) -> tuple[dict[str, TensorInfo], dict[str, str]]:
+    """Write every tensor; `done(nbytes)` after each. Returns where each lies, and the shards' checksums.
+
+    Memory: the tensors of two steps, as one is made while the one before it is written.
+    """
     shards = _split(steps, shard_bytes)
     infos: dict[str, TensorInfo] = {}
-    for index, shard in enumerate(shards):
-        file = f"weights-{index + 1:05d}-of-{len(shards):05d}.safetensors"
-        tensors = [planned for step in shard for planned in step.tensors]
-        header, entries = encode_header({t.name: (t.tag, t.shape) for t in _aligned(tensors)}, align=PAGE)
-        infos.update({t.name: _info(t, file, entries[t.name]) for t in tensors})
-        with (directory / file).open("wb") as out:
-            out.write(header)
-            for step in shard:
-                for expert in range(max(step.experts, 1)):
-                    for planned, tensor in zip(step.tensors, step.build(expert), strict=True):
+    sums: dict[str, Future[str]] = {}
+    with ThreadPoolExecutor(1) as checking:
+        for index, shard in enumerate(shards):
+            file = f"weights-{index + 1:05d}-of-{len(shards):05d}.safetensors"
+            tensors = [planned for step in shard for planned in step.tensors]
+            header, entries = encode_header({t.name: (t.tag, t.shape) for t in _aligned(tensors)}, align=PAGE)
+            infos.update({t.name: _info(t, file, entries[t.name]) for t in tensors})
+            with (directory / file).open("wb") as out:
+                out.write(header)
+                for step, expert, built in _made_ahead(shard):
+                    for planned, tensor in zip(step.tensors, built, strict=True):
                         shape = planned.shape[1:] if step.experts else planned.shape
                         if TAGS[tensor.dtype] != planned.tag or tuple(tensor.shape) != shape:
                             raise AssertionError(
@@ -41,7 +48,20 @@ def write_shards(
                         out.seek(entries[planned.name].offset + expert * nbytes)
                         out.write(tensor_bytes(tensor))
                         done(nbytes)
-    return infos
+            sums[file] = checking.submit(checksum, directory / file)
+        return infos, {file: found.result() for file, found in sums.items()}
+
+
+def _made_ahead(steps: Sequence[Step]) -> Iterator[tuple[Step, int, list[Tensor]]]:
+    """Each step's tensors, expert by expert; the next are being made while the last are used."""
+    pieces = [(step, expert) for step in steps for expert in range(max(step.experts, 1))]
+    with ThreadPoolExecutor(1) as making:
+        ahead: list[Future[list[Tensor]]] = []
+        for index, (step, expert) in enumerate(pieces):
+            while len(ahead) < 2 and index + len(ahead) < len(pieces):
+                following, part = pieces[index + len(ahead)]
+                ahead.append(making.submit(following.build, part))
+            yield step, expert, ahead.pop(0).result()
 
 
 def _split(steps: Sequence[Step], limit: int) -> list[list[Step]]:

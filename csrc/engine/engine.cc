@@ -1,6 +1,7 @@
 #include "engine/engine.h"
 
 #include <algorithm>
+#include <iterator>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -74,16 +75,52 @@ uint64_t Engine::submit(Request request) {
 }
 
 Metrics Engine::metrics() const {
-    std::lock_guard lock(metrics_mutex_);
-    return published_;
+    const auto now = std::chrono::steady_clock::now();
+    const auto seconds_since = [&](std::chrono::steady_clock::time_point then) {
+        return std::max(0.0, std::chrono::duration<double>(now - then).count());
+    };
+    Metrics metrics;
+    {
+        std::lock_guard lock(metrics_mutex_);
+        metrics = published_;
+        if (metrics.steps_in_flight > 0) metrics.stalled_seconds = seconds_since(last_progress_);
+    }
+    if (const auto since = gateway_.waiting_since())
+        metrics.stalled_seconds = std::max(metrics.stalled_seconds, seconds_since(*since));
+    return metrics;
+}
+
+void Engine::command(Command command) {
+    command.done = std::make_shared<std::promise<void>>();
+    auto done = command.done->get_future();
+    gateway_.command(std::move(command));
+    done.get();
+}
+
+bool Engine::obey() {
+    while (!commands_.empty() && orchestrator_.steps_in_flight() == 0) {
+        const Command command = std::move(commands_.front());
+        commands_.pop_front();
+        try {
+            if (command.drop_blocks) orchestrator_.drop_blocks();
+            if (command.on_executor) executor_->call(command.on_executor);
+            paused_ = command.pause;
+            publish_metrics();  // before whoever waits looks
+            command.done->set_value();
+        } catch (...) {
+            command.done->set_exception(std::current_exception());
+        }
+    }
+    return !paused_ && commands_.empty();
 }
 
 void Engine::run() {
     while (true) {
         // Wait only when there is nothing to plan: no work at all, or the queue to the executor is full.
         bool progress = false;
-        if (orchestrator_.steps_in_flight() < kStepsInFlight) {
+        if (obey() && orchestrator_.steps_in_flight() < kStepsInFlight) {
             if (auto batch = orchestrator_.plan()) {
+                if (orchestrator_.steps_in_flight() == 1) note_progress();
                 executor_->push(std::move(batch));
                 progress = true;
             }
@@ -94,12 +131,21 @@ void Engine::run() {
         for (Request& request : events.requests) orchestrator_.accept(std::move(request));
         for (const uint64_t id : events.cancels) orchestrator_.cancel(id);
         for (const auto& batch : events.results) orchestrator_.take_in(*batch);
+        if (!events.results.empty()) note_progress();
+        std::move(events.commands.begin(), events.commands.end(), std::back_inserter(commands_));
         if (events.closed) orchestrator_.cancel_all();
         orchestrator_.retire();
         publish_metrics();  // before the clients hear of it: whoever saw the last output sees its blocks free
         notify();
-        if (events.closed && orchestrator_.steps_in_flight() == 0) return;
+        if (events.closed && orchestrator_.steps_in_flight() == 0) break;
     }
+    for (const Command& command : commands_)
+        command.done->set_exception(std::make_exception_ptr(std::runtime_error("the engine is closed")));
+}
+
+void Engine::note_progress() {
+    std::lock_guard lock(metrics_mutex_);
+    last_progress_ = std::chrono::steady_clock::now();
 }
 
 void Engine::notify() {
@@ -108,7 +154,8 @@ void Engine::notify() {
 }
 
 void Engine::publish_metrics() {
-    const Metrics now = orchestrator_.metrics();
+    Metrics now = orchestrator_.metrics();
+    now.paused = paused_;
     std::lock_guard lock(metrics_mutex_);
     published_ = now;
 }

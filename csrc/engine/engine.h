@@ -2,6 +2,8 @@
 // Who owns what, and the phases of a step, are in csrc/engine/README.md.
 #pragma once
 
+#include <chrono>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -29,11 +31,22 @@ class Engine {
     uint64_t submit(Request request);
     void cancel(uint64_t id) { gateway_.cancel(id); }
     Metrics metrics() const;
+    // Plans no more steps; returns when none is in flight. Requests are taken in and wait.
+    void pause() { command({true, false, nullptr, nullptr}); }
+    void resume() { command({false, false, nullptr, nullptr}); }
+    // Pauses and gives all KV blocks up; then `release` runs on the executor's thread. What ran goes on after
+    // wake(), whose `restore` runs there first. Both wait, and rethrow.
+    void sleep(std::function<void()> release) { command({true, true, std::move(release), nullptr}); }
+    void wake(std::function<void()> restore) { command({false, false, std::move(restore), nullptr}); }
     // Ends running requests as cancelled and joins the threads.
     void close();
 
   private:
     void run();
+    void command(Command command);
+    // Carries commands out if no step is in flight. Returns whether steps may be planned.
+    bool obey();
+    void note_progress();
     void notify();
     void publish_metrics();
 
@@ -41,9 +54,12 @@ class Engine {
     const EngineConfig config_;
     Gateway gateway_;
     Orchestrator orchestrator_;
+    std::deque<Command> commands_;  // not carried out yet
+    bool paused_ = false;
 
     mutable std::mutex metrics_mutex_;
     Metrics published_;
+    std::chrono::steady_clock::time_point last_progress_;  // a step ended, or the first one began
 
     Queue<std::vector<Output>> signals_;
     OnOutputs on_outputs_;

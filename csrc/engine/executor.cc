@@ -2,6 +2,7 @@
 
 #include <chrono>
 #include <exception>
+#include <future>
 #include <utility>
 
 namespace turbomill {
@@ -27,13 +28,32 @@ void ModelExecutor::run() {
         if (issued_.size() == kMostIssued || (!issued_.empty() && runner_.ready())) {
             complete_oldest();
         } else if (issued_.empty()) {
-            auto batch = queue_.pop();
-            if (!batch) return;  // closed, and nothing is left
-            issue(std::move(*batch));
-        } else if (auto batch = queue_.pop_within(kPatience)) {
-            issue(std::move(*batch));
+            auto work = queue_.pop();
+            if (!work) return;  // closed, and nothing is left
+            if (work->batch) {
+                issue(std::move(work->batch));
+            } else {
+                work->task();
+            }
+        } else if (auto work = queue_.pop_within(kPatience)) {
+            issue(std::move(work->batch));
         }
     }
+}
+
+void ModelExecutor::call(const std::function<void()>& task) {
+    // Owned by both: set_value() may still be at work when the waiting thread goes on.
+    const auto done = std::make_shared<std::promise<void>>();
+    auto result = done->get_future();
+    queue_.push({nullptr, [done, task] {
+                     try {
+                         task();
+                         done->set_value();
+                     } catch (...) {
+                         done->set_exception(std::current_exception());
+                     }
+                 }});
+    result.get();
 }
 
 void ModelExecutor::issue(std::unique_ptr<BatchData> batch) {

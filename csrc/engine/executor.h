@@ -27,16 +27,23 @@ class ModelExecutor {
     ModelExecutor(StepRunner runner, Done done);
     ~ModelExecutor();
 
-    void push(std::unique_ptr<BatchData> batch) { queue_.push(std::move(batch)); }
+    void push(std::unique_ptr<BatchData> batch) { queue_.push({std::move(batch), nullptr}); }
+    // Runs `task` on the executor's thread and waits for it; rethrows. No step is in flight.
+    void call(const std::function<void()>& task);
 
   private:
+    struct Work {
+        std::unique_ptr<BatchData> batch;
+        std::function<void()> task;  // when there is no batch
+    };
+
     void run();
     void issue(std::unique_ptr<BatchData> batch);
     void complete_oldest();
 
     StepRunner runner_;
     Done done_;
-    Queue<std::unique_ptr<BatchData>> queue_;
+    Queue<Work> queue_;
     std::deque<std::unique_ptr<BatchData>> issued_;  // oldest first
     std::thread thread_;
 };

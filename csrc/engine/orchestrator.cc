@@ -136,6 +136,7 @@ std::vector<Output> Orchestrator::take_outputs() {
 Metrics Orchestrator::metrics() const {
     Metrics now = counters_;
     now.waiting = scheduler_.waiting();
+    now.steps_in_flight = in_flight_;
     now.running = scheduler_.running();
     now.total_blocks = scheduler_.pool().total();
     now.free_blocks = scheduler_.pool().free();

@@ -24,6 +24,8 @@ class Orchestrator {
     std::unique_ptr<BatchData> plan();
     // A step that plan() gave, with its results. Steps come back in order.
     void take_in(const BatchData& batch);
+    // See Scheduler::drop_blocks.
+    void drop_blocks() { scheduler_.drop_blocks(); }
     // Frees what finished sequences hold, as far as no step in flight reads it.
     void retire() { scheduler_.retire(); }
     // What clients are to be told, in order.

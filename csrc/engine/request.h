@@ -54,7 +54,9 @@ struct Output {
 };
 
 // A snapshot of the scheduler and the pools. Of prompt_tokens, cached_tokens were not computed. A block is
-// free, cached (evicted when it is needed), or used.
+// free, cached (evicted when it is needed), or used. stalled_seconds: since a step last began or ended while
+// one is in flight, or since something has waited for the engine thread; a busy engine stays below a step's
+// length.
 #define TM_METRICS_FIELDS(X)        \
     X(int64_t, waiting, 0)          \
     X(int64_t, running, 0)          \
@@ -68,6 +70,9 @@ struct Output {
     X(int64_t, generated_tokens, 0) \
     X(int64_t, preemptions, 0)      \
     X(int64_t, evictions, 0)        \
+    X(int64_t, steps_in_flight, 0)  \
+    X(double, stalled_seconds, 0.)  \
+    X(bool, paused, false)          \
     X(bool, healthy, true)
 
 struct Metrics {

@@ -203,7 +203,9 @@ std::vector<Sequence*> Scheduler::spoil(const BatchData& batch) {
         const bool touched = sequence->reused_at == batch.step + 1 ||
                              std::any_of(sequence->blocks.begin(), sequence->blocks.end(),
                                          [](const LogicalBlock* block) { return block->spoiled; });
-        if (touched && !sequence->finished) failed.push_back(sequence);
+        if (!touched) continue;
+        distrust(*sequence);
+        if (!sequence->finished) failed.push_back(sequence);
     }
     return failed;
 }
@@ -228,6 +230,11 @@ void Scheduler::preempt(Sequence& sequence) {
     leave(sequence);
     waiting_.insert(&sequence);
     ++preemptions_;
+}
+
+void Scheduler::drop_blocks() {
+    while (!running_.empty()) preempt(*running_.back());
+    pool_.clear();
 }
 
 void Scheduler::note_finished(Sequence& sequence) {

@@ -36,9 +36,11 @@ class Scheduler {
 
     int waiting() const { return int(waiting_.size()); }
     int running() const { return int(running_.size()); }
+    const std::vector<Sequence*>& running_sequences() const { return running_; }
     int64_t preemptions() const { return preemptions_; }
     const BlockPool& pool() const { return pool_; }
-    void clear_cache() { pool_.clear(); }
+    // Preempts what runs and forgets what is cached: every block is free. No step is in flight.
+    void drop_blocks();
 
     // The engine calls this when it sets `finished`: a sequence that waits leaves at once.
     void note_finished(Sequence& sequence);

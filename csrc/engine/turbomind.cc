@@ -29,6 +29,16 @@ Turbomind::Turbomind(const ModelConfig& model, const std::vector<TensorRef>& ten
                      [this] { return decoder_->ready(); }, [this] { decoder_->complete(); }},
           std::move(on_outputs))) {}
 
+void Turbomind::sleep(int level) {
+    if (level != 1 && level != 2)
+        throw std::invalid_argument("the level of sleep is " + std::to_string(level) + ", expected 1 or 2");
+    engine_->sleep([this, level] { backend_->sleep(level); });
+}
+
+void Turbomind::wake() {
+    engine_->wake([this] { backend_->wake(); });
+}
+
 void Turbomind::close() {
     engine_->close();
     std::call_once(freed_, [this] {

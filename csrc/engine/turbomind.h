@@ -19,6 +19,10 @@ class Turbomind {
               Engine::OnOutputs on_outputs);
 
     Engine& engine() { return *engine_; }
+    // Gives the KV cache's memory back (level 1), and device copies of weights too (level 2); what runs goes
+    // on after wake(). Throws std::invalid_argument for another level, std::runtime_error when waking fails.
+    void sleep(int level);
+    void wake();
     // Closes the engine, then frees activations, cache and copies of weights: whoever still holds the object
     // holds little memory. Any thread, any number of times.
     void close();

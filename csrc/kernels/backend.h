@@ -40,6 +40,10 @@ class Backend {
     virtual void begin_step(const BatchData& batch) = 0;
     // Queues copies of whole blocks of the cache, in order, before anything that the step writes.
     virtual void copy_blocks(const std::vector<BlockCopy>& copies) = 0;
+    // Gives the cache's memory back (level 1), and what weights it holds that the store has too (level 2). No
+    // step runs until wake(), which may throw; the cache's bytes are then anything.
+    virtual void sleep(int level) = 0;
+    virtual void wake() = 0;
     // Issues the step that was begun, of which `calls` makes all calls below: a backend may record what they
     // queue and repeat it for later steps without calling. The batch stays where it is until synchronize().
     // Up to two steps may be issued at a time.

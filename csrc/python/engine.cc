@@ -6,54 +6,11 @@
 #include "engine/turbomind.h"
 #include "python/reflect.h"
 #include "python/register.h"
+#include "python/request_fields.h"
 
 namespace turbomill::python {
 
 namespace py = pybind11;
-
-namespace {
-
-// A request's fields as Python names them.
-struct RequestFields {
-#define TM_REQUEST_FIELDS(X)                        \
-    X(std::vector<int>, token_ids, {})              \
-    X(int, max_new_tokens, 0)                       \
-    X(float, temperature, 0.f)                      \
-    X(int, top_k, 0)                                \
-    X(float, top_p, 1.f)                            \
-    X(float, min_p, 0.f)                            \
-    X(uint64_t, seed, 0)                            \
-    X(int, logprobs, -1)                            \
-    X(int, prompt_logprobs, -1)                     \
-    X(std::vector<int>, stop_token_ids, {})         \
-    X(bool, return_logits, false)                   \
-    X(int, priority, 0)                             \
-    X(float, repetition_penalty, 1.f)               \
-    X(float, presence_penalty, 0.f)                 \
-    X(float, frequency_penalty, 0.f)                \
-    X(std::vector<int>, logit_bias_ids, {})         \
-    X(std::vector<float>, logit_biases, {})         \
-    X(int, min_new_tokens, 0)                       \
-    X(std::vector<std::vector<int>>, bad_words, {}) \
-    X(std::vector<int>, allowed_token_ids, {})
-#define TM_DECLARE_FIELD(type, name, value) type name = value;
-    TM_REQUEST_FIELDS(TM_DECLARE_FIELD)
-#undef TM_DECLARE_FIELD
-
-    Request request() const {
-        Request r;
-        r.token_ids = token_ids;
-        r.max_new_tokens = max_new_tokens;
-        r.sampling = {temperature, top_k, top_p, seed, min_p, logprobs, prompt_logprobs};
-        r.stop_token_ids = stop_token_ids;
-        r.return_logits = return_logits;
-        r.priority = priority;
-        r.rules = {repetition_penalty, presence_penalty, frequency_penalty, logit_bias_ids,
-                   logit_biases,       min_new_tokens,   bad_words,         allowed_token_ids};
-        return r;
-    }
-};
-}  // namespace
 
 #define TM_FIELD_OF_Metrics(type, name, value) f(#name, &Metrics::name);
 #define TM_FIELD_OF_RequestFields(type, name, value) f(#name, &RequestFields::name);
@@ -134,6 +91,13 @@ void register_engine(py::module_& m) {
             py::arg("request"))
         .def(
             "cancel", [](Turbomind& self, uint64_t id) { self.engine().cancel(id); }, py::arg("request_id"))
+        .def(
+            "pause", [](Turbomind& self) { self.engine().pause(); }, py::call_guard<py::gil_scoped_release>())
+        .def(
+            "resume", [](Turbomind& self) { self.engine().resume(); },
+            py::call_guard<py::gil_scoped_release>())
+        .def("sleep", &Turbomind::sleep, py::arg("level"), py::call_guard<py::gil_scoped_release>())
+        .def("wake", &Turbomind::wake, py::call_guard<py::gil_scoped_release>())
         .def("metrics", [](Turbomind& self) { return self.engine().metrics(); })
         .def("close", [](Turbomind& self) { self.close(); }, py::call_guard<py::gil_scoped_release>());
 }

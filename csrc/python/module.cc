@@ -5,6 +5,8 @@ PYBIND11_MODULE(_core, m) {
     turbomill::python::register_system(m);
     turbomill::python::register_configs(m);
     turbomill::python::register_engine(m);
+    turbomill::python::register_repack(m);
+    turbomill::python::register_harness(m);
     turbomill::python::register_kernels(m);
     turbomill::python::register_kernels_cuda(m);
 }

@@ -6,8 +6,8 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -17,27 +17,8 @@ from turbomill.engine.requests import GenerationOutput
 from turbomill.engine.server.errors import ApiError, as_api_error
 from turbomill.engine.server.metrics import ServerMetrics
 from turbomill.engine.server.protocol import TextRequest
+from turbomill.engine.server.shapes import ChoiceWriter
 from turbomill.engine.server.streams import EventStream, Stream, event, merge, unless_disconnected
-
-
-class Shape(Protocol):
-    """How one endpoint writes its choices."""
-
-    prefix: str  # of the answer's id
-    object: str
-    chunk_object: str
-
-    def opening(self, index: int) -> dict[str, Any] | None:
-        """The choice of the first chunk, before any text."""
-        ...
-
-    def piece(self, index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
-        """The choice of a chunk."""
-        ...
-
-    def whole(self, index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
-        """The choice of an answer that is not streamed."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -47,6 +28,10 @@ class Context:
     engine: AsyncEngine
     model_name: str
     metrics: ServerMetrics
+
+    def token_text(self, token_ids: Sequence[int]) -> str:
+        """Text of tokens that are shown one by one: special ones too."""
+        return self.engine.decode(token_ids, skip_special_tokens=False)
 
 
 @dataclass
@@ -74,15 +59,32 @@ class Tally:
 
 
 async def answer(
-    context: Context, http: Request, request: TextRequest, prompts: Sequence[list[int]], shape: Shape
+    context: Context,
+    http: Request,
+    request: TextRequest,
+    prompts: Sequence[list[int]],
+    shape: type[ChoiceWriter],
+    sources: Sequence[str | list[int]] = (),
 ) -> Response:
-    """Generate `n` choices for each prompt of token ids. Everything is checked before the answer begins."""
-    gen = request.generation_config()
+    """Generate `n` choices for each prompt of token ids. Everything is checked before the answer begins.
+
+    `sources`: the prompts as they came, to be echoed.
+    """
+    samples = request.generation_config().samples()
+    if request.wants_echo and request.top_count is not None:
+        # Every choice begins with the prompt's log probabilities.
+        samples = [replace(gen, prompt_logprobs=request.top_count) for gen in samples]
     streams: list[Stream] = []
-    for token_ids in prompts:
-        for sample in range(request.n):
-            seeded = gen if gen.seed is None else gen.with_seed(gen.seed + sample)
-            streams.append(context.metrics.observe(context.engine.generate(token_ids, seeded)))
+    choices: list[ChoiceWriter] = []
+    for number, token_ids in enumerate(prompts):
+        echo = None
+        if request.wants_echo:
+            source = sources[number]
+            echo = (token_ids, source if isinstance(source, str) else context.engine.decode(token_ids))
+        for gen in samples:
+            streams.append(context.metrics.observe(context.engine.generate(token_ids, gen)))
+            scored = request.top_count is not None
+            choices.append(shape(len(choices), context.token_text, scored, echo))
     head = {
         "id": f"{shape.prefix}-{uuid.uuid4().hex}",
         "object": shape.chunk_object if request.stream else shape.object,
@@ -90,25 +92,25 @@ async def answer(
         "model": context.model_name,
     }
     if request.stream:
-        return EventStream(_events(streams, request, shape, head))
-    result = await unless_disconnected(http, _collect(streams, request, shape))
+        return EventStream(_events(streams, request, choices, head))
+    result = await unless_disconnected(http, _collect(streams, request, choices))
     return result if isinstance(result, Response) else JSONResponse({**head, **result})
 
 
-async def _collect(streams: list[Stream], request: TextRequest, shape: Shape) -> dict[str, Any]:
+async def _collect(
+    streams: list[Stream], request: TextRequest, choices: list[ChoiceWriter]
+) -> dict[str, Any]:
     tally = Tally(request.n)
-    texts = [""] * len(streams)
     async with aclosing(merge(streams)) as outputs:
         async for index, output in outputs:
             _check_not_cancelled(output)
-            texts[index] += output.text
+            choices[index].add(output)
             tally.add(index, output)
-    choices = [shape.whole(i, text, tally.latest[i].finish_reason) for i, text in enumerate(texts)]
-    return {"choices": choices, "usage": tally.usage()}
+    return {"choices": [choice.whole() for choice in choices], "usage": tally.usage()}
 
 
 async def _events(
-    streams: list[Stream], request: TextRequest, shape: Shape, head: dict[str, Any]
+    streams: list[Stream], request: TextRequest, choices: list[ChoiceWriter], head: dict[str, Any]
 ) -> AsyncGenerator[bytes, None]:
     tally = Tally(request.n)
     usage = {"usage": None} if request.include_usage else {}
@@ -117,15 +119,16 @@ async def _events(
         return event({**head, "choices": [choice], **usage})
 
     try:
-        for index in range(len(streams)):
-            if opening := shape.opening(index):
+        for choice in choices:
+            if opening := choice.opening():
                 yield chunk(opening)
         async with aclosing(merge(streams)) as outputs:
             async for index, output in outputs:
                 _check_not_cancelled(output)
+                choices[index].add(output)
                 tally.add(index, output)
-                if output.text or output.finish_reason:
-                    yield chunk(shape.piece(index, output.text, output.finish_reason))
+                if choices[index].has_news:
+                    yield chunk(choices[index].piece())
     except Exception as error:  # the status line is out: the error goes into the stream
         yield event(as_api_error(error).body())
         return

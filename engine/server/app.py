@@ -18,41 +18,9 @@ from turbomill.engine.server.answers import Context, answer
 from turbomill.engine.server.errors import ApiError, install_error_handlers
 from turbomill.engine.server.metrics import ServerMetrics
 from turbomill.engine.server.protocol import ChatRequest, CompletionRequest
+from turbomill.engine.server.shapes import ChatShape, CompletionShape
 
-
-class ChatShape:
-    """Choices of /v1/chat/completions."""
-
-    prefix, object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
-
-    def opening(self, index: int) -> dict[str, Any]:
-        """The role comes first."""
-        return {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-
-    def piece(self, index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
-        """A piece of the message."""
-        delta = {"content": text} if text else {}
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
-
-    def whole(self, index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
-        """The message."""
-        message = {"role": "assistant", "content": text, "refusal": None}
-        return {"index": index, "message": message, "logprobs": None, "finish_reason": finish_reason}
-
-
-class CompletionShape:
-    """Choices of /v1/completions."""
-
-    prefix, object, chunk_object = "cmpl", "text_completion", "text_completion"
-
-    def opening(self, index: int) -> None:
-        """Nothing comes before the text."""
-
-    def piece(self, index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
-        """A piece of the text."""
-        return {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
-
-    whole = piece
+HANG_TIMEOUT = 120.0  # seconds; a step is a token, or one chunk of a prompt
 
 
 def _key_check(api_keys: Sequence[str]) -> Any:
@@ -67,10 +35,17 @@ def _key_check(api_keys: Sequence[str]) -> Any:
     return check
 
 
-def create_app(engine: AsyncEngine, model_name: str, api_keys: Sequence[str] = ()) -> FastAPI:
+def create_app(
+    engine: AsyncEngine,
+    model_name: str,
+    api_keys: Sequence[str] = (),
+    *,
+    hang_timeout: float = HANG_TIMEOUT,
+) -> FastAPI:
     """The app that serves `engine` under the name `model_name`. It does not own the engine.
 
-    With `api_keys`, every route under /v1 wants one of them as a bearer token.
+    With `api_keys`, every route under /v1, and those that control the engine, want one of them as a bearer
+    token. /health calls an engine hung whose step takes longer than `hang_timeout` seconds.
     """
     app = FastAPI(title="Turbomill", version=__version__)
     install_error_handlers(app)
@@ -109,20 +84,23 @@ def create_app(engine: AsyncEngine, model_name: str, api_keys: Sequence[str] = (
         messages = [message.as_template_input() for message in request.messages]
         # Long texts take a while to tokenize; the event loop goes on meanwhile.
         token_ids = await asyncio.to_thread(engine.encode, messages)
-        return await answer(context, http, request, [token_ids], ChatShape())
+        return await answer(context, http, request, [token_ids], ChatShape)
 
     @v1.post("/completions", response_model=None)
     async def completions(request: CompletionRequest, http: Request) -> Response:
         check_model(request.model)
         request.check_supported()
         prompts = [await asyncio.to_thread(engine.encode, prompt) for prompt in request.prompts()]
-        return await answer(context, http, request, prompts, CompletionShape())
+        return await answer(context, http, request, prompts, CompletionShape, request.prompts())
 
     @app.get("/health")
     async def health() -> JSONResponse:
-        healthy = engine.metrics().healthy
+        now = engine.metrics()
+        hung = now.stalled_seconds > hang_timeout
+        healthy = now.healthy and not hung
+        status = "hung" if hung else "ok" if now.healthy else "unhealthy"
         body = {
-            "status": "ok" if healthy else "unhealthy",
+            "status": "paused" if healthy and now.paused else status,
             "model": model_name,
             "engine": engine.info.name,
             "backend": engine.info.backend,
@@ -137,5 +115,34 @@ def create_app(engine: AsyncEngine, model_name: str, api_keys: Sequence[str] = (
             generate_latest(context.metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST}
         )
 
+    # Routes and parameters as vLLM and LMDeploy have them.
+    control = APIRouter(dependencies=[Depends(_key_check(api_keys))])
+
+    @control.post("/sleep")
+    def sleep(level: int = 1) -> dict[str, Any]:
+        engine.sleep(level)
+        return {"paused": True}
+
+    @control.post("/wakeup")
+    @control.post("/wake_up")
+    def wakeup() -> dict[str, Any]:
+        engine.wakeup()
+        return {"paused": False}
+
+    @control.post("/pause")
+    def pause() -> dict[str, Any]:
+        engine.pause()
+        return {"paused": True}
+
+    @control.post("/resume")
+    def resume() -> dict[str, Any]:
+        engine.resume()
+        return {"paused": False}
+
+    @control.get("/is_sleeping")
+    async def is_sleeping() -> dict[str, Any]:
+        return {"is_sleeping": engine.metrics().paused}
+
+    app.include_router(control)
     app.include_router(v1)
     return app

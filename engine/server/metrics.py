@@ -50,6 +50,12 @@ class EngineCollector(Collector):
         yield CounterMetricFamily(
             "turbomill_prefix_cache_evictions", "Cached KV blocks given up for others.", now.evictions
         )
+        yield GaugeMetricFamily(
+            "turbomill_engine_stalled_seconds",
+            "Time since the step in flight gave a sign; a busy engine stays below a step's length.",
+            now.stalled_seconds,
+        )
+        yield GaugeMetricFamily("turbomill_engine_paused", "1 while paused or asleep.", float(now.paused))
         yield GaugeMetricFamily("turbomill_engine_healthy", "1 while the engine runs.", float(now.healthy))
 
 

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt
 
-from turbomill.engine.config import GenerationConfig
+from turbomill.engine.config import MAX_LOGPROBS, MAX_SAMPLES, GenerationConfig
 from turbomill.engine.server.errors import ApiError
 
 # Accepted values of parameters that are not implemented: what means "off", or has no effect on the result.
@@ -16,11 +16,6 @@ OFF: dict[str, tuple[Any, ...]] = {
     "echo": (None, False),
     "best_of": (None, 1),
     "suffix": (None, ""),
-    "frequency_penalty": (None, 0),
-    "presence_penalty": (None, 0),
-    "repetition_penalty": (None, 1),
-    "min_p": (None, 0),
-    "logit_bias": (None, {}),
     "tools": (None, []),
     "tool_choice": (None, "none", "auto"),
     "functions": (None, []),
@@ -30,7 +25,6 @@ OFF: dict[str, tuple[Any, ...]] = {
 }
 # These describe the client, not the text.
 NO_EFFECT = {"user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier"}
-MAX_SAMPLES = 128
 
 
 class StreamOptions(BaseModel):
@@ -56,6 +50,16 @@ class TextRequest(BaseModel):
     stop_token_ids: list[StrictInt] | None = None
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    # OpenAI's penalties and bias, and vLLM's names for what OpenAI does not have.
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    repetition_penalty: float = Field(1.0, gt=0, le=100)
+    min_p: float = Field(0.0, ge=0, le=1)
+    logit_bias: dict[str, float] | None = None
+    min_tokens: int = Field(0, ge=0)
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[StrictInt] | None = None
+    priority: int = Field(0, ge=-(2**31), lt=2**31)
     stream: bool = False
     stream_options: StreamOptions | None = None
 
@@ -79,6 +83,22 @@ class TextRequest(BaseModel):
         return self.max_tokens
 
     @property
+    def top_count(self) -> int | None:
+        """How many likeliest tokens are reported beside each token; None: no log probabilities at all."""
+        return None
+
+    @property
+    def wants_echo(self) -> bool:
+        """Whether the answer begins with the prompt."""
+        return False
+
+    def _bias(self) -> dict[int, float]:
+        try:
+            return {int(token): bias for token, bias in (self.logit_bias or {}).items()}
+        except ValueError:
+            raise ApiError(400, "logit_bias: keys must be token ids", "logit_bias") from None
+
+    @property
     def include_usage(self) -> bool:
         """Whether a stream ends with a chunk that carries the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
@@ -97,6 +117,18 @@ class TextRequest(BaseModel):
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=self.ignore_eos,
             skip_special_tokens=self.skip_special_tokens,
+            n=self.n,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=tuple(self._bias().items()),
+            min_new_tokens=self.min_tokens,
+            bad_words=tuple(self.bad_words or ()),
+            allowed_token_ids=tuple(self.allowed_token_ids or ()),
+            logprobs=self.top_count,
+            prompt_logprobs=self.top_count if self.wants_echo else None,
+            priority=self.priority,
         )
 
 
@@ -128,6 +160,19 @@ class ChatRequest(TextRequest):
 
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+
+    def check_supported(self) -> None:
+        """Likewise."""
+        super().check_supported()
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError(400, "top_logprobs: only allowed with logprobs=true", "top_logprobs")
+
+    @property
+    def top_count(self) -> int | None:
+        """`top_logprobs` counts only when `logprobs` is true."""
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def token_limit(self) -> int | None:
@@ -140,6 +185,18 @@ class CompletionRequest(TextRequest):
 
     prompt: str | list[StrictInt] | list[str] | list[list[StrictInt]]
     max_tokens: int | None = Field(16, ge=1)  # OpenAI's default here
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    echo: bool = False
+
+    @property
+    def top_count(self) -> int | None:
+        """Here `logprobs` is the number itself."""
+        return self.logprobs
+
+    @property
+    def wants_echo(self) -> bool:
+        """`echo`."""
+        return self.echo
 
     def prompts(self) -> list[str] | list[list[int]]:
         """The prompts: always a list."""

@@ -13,7 +13,7 @@ import uvicorn
 
 from turbomill.engine.config import EngineConfig
 from turbomill.engine.select import create_engine
-from turbomill.engine.server.app import create_app
+from turbomill.engine.server.app import HANG_TIMEOUT, create_app
 from turbomill.errors import TurbomillError
 
 # Seconds that running requests get to finish after SIGINT or SIGTERM.
@@ -78,6 +78,7 @@ def run_server(
     model_name: str | None = None,
     api_keys: Sequence[str] = (),
     log_level: str = "INFO",
+    hang_timeout: float = HANG_TIMEOUT,
 ) -> None:
     """Serve MODEL until SIGINT or SIGTERM."""
     sock = bind(server_name, server_port)
@@ -88,7 +89,7 @@ def run_server(
             host = f"[{server_name}]" if ":" in server_name else server_name
             ready = f"{name} is ready at http://{host}:{sock.getsockname()[1]}/v1 (engine {engine.info.name})"
             settings = uvicorn.Config(
-                create_app(engine, name, api_keys),
+                create_app(engine, name, api_keys, hang_timeout=hang_timeout),
                 log_level=log_level.lower(),
                 access_log=log_level.upper() == "DEBUG",
                 log_config=None,

@@ -15,6 +15,8 @@ def cpu_features() -> dict[str, Any]:
 def cuda_devices() -> list[dict[str, Any]]:
     """GPUs by number: [{"name", "capability": (major, minor), "free_bytes", "total_bytes"}]."""
 
+repack: Any  # byte orders of 4-bit codes, for turbomill.convert.native
+harness: Any  # the engine's decisions step by step, without its threads, for tests
 kernels: Any  # single CPU kernels on numpy arrays, for tests and benchmarks
 kernels_cuda: Any  # single GPU kernels and their timers; only in builds with the cuda backend
 
@@ -142,6 +144,11 @@ class Metrics:
     generated_tokens: int
     preemptions: int
     evictions: int  # of cached blocks
+    steps_in_flight: int
+    stalled_seconds: (
+        float  # without a step's end while one is in flight, or with the engine thread not listening
+    )
+    paused: bool
     healthy: bool
     def to_dict(self) -> dict[str, Any]: ...
 

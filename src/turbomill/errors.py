@@ -8,6 +8,9 @@ class TurbomillError(Exception):
 
     exit_code = 1
 
+    def __init__(self, message: object = "") -> None:
+        super().__init__(" ".join(str(message).splitlines()))  # what a file says may have lines of its own
+
 
 class UsageError(TurbomillError):
     """A wrong option or argument. Exit code 2."""

@@ -232,8 +232,14 @@ def test_damage_names_the_linear(make_linear):
     order = (torch.arange(K) // 32).int()
     assert form.unpack(Tensors(tensors | {"x.weight_g_idx": order}), "x").scheme == linear.scheme
     assert form.unpack(Tensors(tensors | {"x.weight_g_idx": order * 0 - 1}), "x").scheme == linear.scheme
-    with pytest.raises(UnsupportedModelError, match=r"x\.weight_g_idx: columns are reordered"):
-        form.unpack(Tensors(tensors | {"x.weight_g_idx": order.flip(0)}), "x")
+    for g_idx, kind in ((order.flip(0), "groups"), (order[torch.randperm(len(order))], "columns")):
+        read = form.unpack(Tensors(tensors | {"x.weight_g_idx": g_idx}), "x")
+        plain = form.unpack(Tensors(tensors), "x")
+        expected = (plain.codes.float() - plain.zeros.float()[g_idx.long()]) * plain.scales.float()[
+            g_idx.long()
+        ]
+        assert torch.equal(read.dequantize(), expected.T)
+        assert (read.order is None) == (kind == "groups")
     with pytest.raises(CheckpointError, match="x: is packed, but no target"):
         CompressedTensorsFormat(linear.scheme, {"re:y": linear.scheme}).unpack(Tensors(tensors), "x")
     ragged = make_linear(48, N, QuantScheme(4, 32, False))

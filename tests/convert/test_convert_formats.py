@@ -7,6 +7,7 @@ import torch
 
 from turbomill.convert.formats.awq import AwqFormat
 from turbomill.convert.formats.bits import pack_bits, unpack_bits, words_for
+from turbomill.convert.formats.compressed_tensors import CompressedTensorsFormat
 from turbomill.convert.formats.dense import DenseFormat
 from turbomill.convert.formats.find import find_format
 from turbomill.convert.formats.gptq import GptqFormat
@@ -54,7 +55,8 @@ def test_awq_decodes_by_the_formula(make_linear, symmetric):
         "x.scales": (torch.float16, (2, 24)),
         "x.bias": (torch.float16, (24,)),
     }
-    assert form.expected("x", 64, 24) == {n: tuple(t.shape) for n, t in tensors.items() if n != "x.bias"}
+    optional = {"x.bias"} | ({"x.qzeros"} if symmetric else set())
+    assert form.expected("x", 64, 24) == {n: tuple(t.shape) for n, t in tensors.items() if n not in optional}
     for k in range(64):
         for n in range(24):
             code = slow_awq_code(tensors["x.qweight"], k, n)
@@ -166,9 +168,64 @@ def test_gptq_group_order(make_linear):
     tensors = Tensors(form.pack("x", linear))
     renamed = Tensors({**tensors, "x.g_idx": 1 - tensors["x.g_idx"]})  # blocks whole, groups swapped
     assert torch.equal(form.unpack(renamed, "x").scales, linear.scales.flip(0))
-    shuffled = Tensors({**tensors, "x.g_idx": tensors["x.g_idx"][torch.randperm(64)].contiguous()})
-    with pytest.raises(UnsupportedModelError, match="desc_act"):
-        form.unpack(shuffled, "x")
+    for g_idx, error, words in (
+        (torch.arange(64) // 16, CheckpointError, "names groups beyond the 2"),
+        (torch.arange(64) // 32 * 0, UnsupportedModelError, "groups of other sizes than 32"),
+        (-tensors["x.g_idx"], CheckpointError, "names groups beyond"),
+    ):
+        with pytest.raises(error, match=rf"x\.g_idx: {words}"):
+            form.unpack(Tensors({**tensors, "x.g_idx": g_idx.int()}), "x")
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize(("bits", "k", "group"), [(2, 64, 32), (3, 96, 32), (4, 96, 64), (8, 64, 16)])
+def test_gptq_desc_act(make_linear, bits, k, group, version):
+    """Rows in any order, each with its group's scale, a ragged last group among them; and written again."""
+    linear = make_linear(k, 32, QuantScheme(bits, group, False))
+    form = GptqFormat(linear.scheme, version)
+    tensors = Tensors(form.pack("x", linear))
+    tensors["x.g_idx"] = tensors["x.g_idx"][torch.randperm(k)].contiguous()
+    expected = torch.empty(32, k)
+    for row in range(k):
+        g = int(tensors["x.g_idx"][row])
+        for n in range(32):
+            code = slow_stream_value(tensors["x.qweight"][:, n], row, bits)
+            zero = slow_stream_value(tensors["x.qzeros"][g], n, bits)
+            zero = (zero + 1) % 2**bits if version == 1 else zero
+            expected[n, row] = (code - zero) * tensors["x.scales"][g, n].float()
+    back = form.unpack(tensors, "x")
+    assert torch.equal(back.dequantize(), expected)
+    assert torch.equal(back.order, form.order(tensors, "x")) and back.order.dtype == torch.int32
+    assert torch.equal(tensors["x.g_idx"][back.order.long()], (torch.arange(k) // group).int())
+    again = form.pack("x", back)
+    assert all(torch.equal(again[name], tensor) for name, tensor in tensors.items())
+    for other in (AwqFormat(QuantScheme(4, 32, False)), CompressedTensorsFormat(linear.scheme)):
+        with pytest.raises(CheckpointError, match=r"inputs in another order|4-bit linears only"):
+            other.pack("x", back)
+
+
+def test_awq_without_qzeros(make_linear):
+    linear = make_linear(64, 24, QuantScheme(4, 32, True))
+    tensors = Tensors(AwqFormat(linear.scheme).pack("x", linear))
+    del tensors["x.qzeros"]
+    form = find_format(
+        {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": False}}
+    )
+    assert "x.qzeros" not in form.expected("x", 64, 24)
+    assert torch.equal(form.unpack(tensors, "x").dequantize(), linear.dequantize())
+    with pytest.raises(CheckpointError, match=r"x\.qzeros: missing"):
+        AwqFormat(QuantScheme(4, 32, False)).unpack(tensors, "x")
+
+
+def test_minima_have_no_place_in_other_formats(make_linear):
+    plain = make_linear(64, 32, QuantScheme(4, 32, True))
+    linear = plain.with_mins()
+    assert torch.equal(linear.dequantize(), plain.dequantize()) and not linear.zeros.any()
+    linear.validate("x")
+    for form in (AwqFormat(plain.scheme), GptqFormat(plain.scheme), CompressedTensorsFormat(plain.scheme)):
+        with pytest.raises(CheckpointError, match=r"x: .* has no room for a group's minimum"):
+            form.pack("x", linear)
+    assert torch.equal(DenseFormat().pack("x", linear)["x.weight"], plain.dequantize().half())
 
 
 def test_gptq_dynamic_overrides():

@@ -10,6 +10,7 @@ from gguf import GGMLQuantizationType as Q
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from turbomill.convert.checkpoint import open_checkpoint
+from turbomill.convert.describe import describe
 from turbomill.convert.linear import QuantLinear, QuantScheme
 from turbomill.convert.reference import load_dense_model, write_hf
 from turbomill.convert.store import convert_checkpoint
@@ -270,9 +271,11 @@ def test_4_bit_blocks_become_codes_without_rounding(tmp_path, kind):
     beside = {"scales", "mins"} if kind == Q.Q4_1 else {"scales"}
     found = {name.rpartition(".")[2] for name in store.tensors if name.startswith("layers.0.w_down.")}
     assert found == {"qweight"} | beside
-    assert check_tensors_against(store, checkpoint).ok
+    assert check_tensors_against(store, checkpoint).ok and store.scheme == checkpoint.scheme
+    assert describe(tmp_path / "m.gguf").scheme["mins"] is (kind == Q.Q4_1)
+    assert describe(store.path).note == f"{kind.name} dequantized to float16"  # the embedding, the head
     dense = convert_checkpoint(tmp_path / "m.gguf", tmp_path / "dense", dense=True)
-    assert dense.scheme is None
+    assert dense.scheme is None and describe(dense.path).note == f"{kind.name} dequantized to float16"
     assert torch.equal(dense.linear("layers.0.w_down").weight, expected["down_proj"].half())
 
 

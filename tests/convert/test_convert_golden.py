@@ -62,3 +62,26 @@ def test_version_1_with_experts():
         key: fp32_sum(store.linear(f"layers.0.{key[0]}", expert=key[1]).dequantize()) for key in EXPERT_SUMS
     }
     assert found == EXPERT_SUMS
+
+
+V2_SUMS = {
+    ("v2-minima", "w_qkv"): "771589791bd8d4a53bbaf25aad9c59c87fecf5ea79b2e3bff69f67c7353a9008",
+    ("v2-minima", "w_o"): "1ba647537a62e603ae9a1cc3c841ce0520fff1192fa950c1cf35ad4119d15df4",
+    ("v2-minima", "w_gate_up"): "9b5ae524428d6153c40bbc034b446d5aa6d44d23f30bd1ca9e7fcd9b4e4d7c93",
+    ("v2-minima", "w_down"): "c12a0e718f73c74d97caa1954af47244ad64f516457362db2971183f9bbb38fa",
+    ("v2-order", "w_qkv"): "82ef9465a7f33a2afadfdf3dae2d8f22adb557165f0869089411e3c58cc65337",
+    ("v2-order", "w_o"): "94f06f38a23c862d7043baabb4bd2b9ce3d4011f39c0346cea1eeead2fbcb7b9",
+    ("v2-order", "w_gate_up"): "aaa2a6b6db607f62bd4d5a76635eac7ea1719c30a6ee9f7173a0769a0a6b75fd",
+    ("v2-order", "w_down"): "5c58208b531f05475a7ec0d69695c7c530abffb6521140d9e8a73b8b523437d5",
+}
+
+
+def test_version_2():
+    """Minima in place of zeros, and inputs in another order."""
+    stores = {name: open_store(V1.with_name(name)) for name in ("v2-minima", "v2-order")}
+    found = {key: fp32_sum(stores[key[0]].linear(f"layers.0.{key[1]}").dequantize()) for key in V2_SUMS}
+    assert found == V2_SUMS
+    for name, kinds in (("v2-minima", {"mins"}), ("v2-order", {"zeros", "order"})):
+        store = stores[name]
+        assert store.manifest["format_version"] == 2 and store.verify() == []
+        assert {t.rpartition(".")[2] for t in store.tensors} >= kinds | {"qweight", "scales"}

@@ -3,6 +3,9 @@
 import pytest
 import torch
 
+from turbomill.convert import native
+from turbomill.convert.formats.awq import pack_words, unpack_words
+from turbomill.convert.formats.bits import pack_bits, unpack_bits
 from turbomill.convert.linear import DenseLinear, QuantScheme
 from turbomill.convert.models.base import Fusion
 from turbomill.convert.store.fuse import fuse, join, split
@@ -10,6 +13,8 @@ from turbomill.convert.store.layout import (
     pack_groups,
     pack_w4,
     padded,
+    plain_pack_w4,
+    plain_unpack_w4,
     stored_group,
     unpack_groups,
     unpack_w4,
@@ -116,3 +121,24 @@ def test_parts_of_different_schemes_do_not_fuse(make_linear):
     a, b = make_linear(64, 48, QuantScheme(4, 32, False)), make_linear(64, 48, QuantScheme(4, 64, False))
     with pytest.raises(CheckpointError, match="quantized differently"):
         fuse("x", Fusion("w", ("a", "b")), [a, b])
+
+
+@pytest.mark.parametrize(("k", "n"), [(64, 64), (1, 1), (130, 72), (200, 200), (576, 8), (63, 129)])
+def test_the_native_module_repacks_to_the_same_bytes(k, n):
+    codes = torch.randint(0, 16, (k, n), dtype=torch.uint8)
+    packed = plain_pack_w4(codes)
+    assert torch.equal(native.pack_w4(codes), packed)
+    assert torch.equal(native.unpack_w4(packed, k, n), codes)
+    assert torch.equal(plain_unpack_w4(packed, k, n), codes)
+    words = pack_bits(codes, 4)
+    assert torch.equal(native.unpack_nibbles(words, k), codes)
+    if n % 8 == 0:
+        assert torch.equal(native.unpack_awq(pack_words(codes)), codes)
+
+
+def test_without_the_native_module_it_is_pytorch(monkeypatch):
+    codes = torch.randint(0, 16, (96, 40), dtype=torch.uint8)
+    expected = pack_w4(codes), unpack_words(pack_words(codes)), unpack_bits(pack_bits(codes, 4), 4, 96)
+    monkeypatch.setattr(native, "available", lambda: False)
+    found = pack_w4(codes), unpack_words(pack_words(codes)), unpack_bits(pack_bits(codes, 4), 4, 96)
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))

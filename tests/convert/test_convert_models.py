@@ -143,7 +143,7 @@ def test_invalid_config_is_one_line(tiny):
     path = tiny()
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**config, "rms_norm_eps": "small"}))
-    with pytest.raises(CheckpointError, match="not a valid llama config") as error:
+    with pytest.raises(CheckpointError, match="not a valid config of LlamaForCausalLM") as error:
         open_checkpoint(path).hf_config()
     assert "\n" not in str(error.value)
 

@@ -5,7 +5,7 @@ import torch
 from architectures import CASES
 
 from turbomill.convert.checkpoint import open_checkpoint
-from turbomill.convert.padded import PaddedCheckpoint
+from turbomill.convert.padded import PaddedCheckpoint, padded_sizes
 from turbomill.convert.reference import load_dense_model
 from turbomill.convert.runnable import runnable
 
@@ -18,7 +18,7 @@ SIZES = {"intermediate_size": 120, "moe_intermediate_size": 40, "shared_expert_i
 def test_logits_stay(name, tmp_path):
     model = CASES[name].make(tmp_path / "m", **SIZES)
     source = open_checkpoint(tmp_path / "m")
-    padded = PaddedCheckpoint(source, 64)
+    padded = PaddedCheckpoint(source, padded_sizes(source.config, 64))
     assert padded.config["intermediate_size"] == 128 and source.config["intermediate_size"] == 120
     assert padded.sizes.get("moe_intermediate_size", 64) == 64
     shapes = padded.arch.linear_shapes(padded.config)
@@ -38,5 +38,6 @@ def test_logits_stay(name, tmp_path):
 
 def test_what_fits_is_left_alone(tmp_path):
     CASES["qwen3-moe"].make(tmp_path / "m")
-    padded = PaddedCheckpoint(open_checkpoint(tmp_path / "m"), 32)
+    source = open_checkpoint(tmp_path / "m")
+    padded = PaddedCheckpoint(source, padded_sizes(source.config, 32))
     assert padded.sizes == {} and padded.config == padded.source.config

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from architectures import CASES
-from test_native_quantized import nearest
+from quantized_models import nearest
 
 from turbomill.convert.checkpoint import open_checkpoint
 from turbomill.convert.formats.awq import AwqFormat

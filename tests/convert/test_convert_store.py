@@ -355,7 +355,7 @@ def test_damaged_stores(tiny, tmp_path):
             open_store(path)
     changed["tensors"]["norm.weight"]["offset"] = len(weights)
     (path / "store.json").write_text(json.dumps(changed))
-    with pytest.raises(CheckpointError, match=r"norm\.weight reaches past the end"):
+    with pytest.raises(CheckpointError, match=r"norm\.weight: reaches past the end"):
         open_store(path)
     (path / "store.json").write_text("{")
     with pytest.raises(CheckpointError, match="not valid JSON"):

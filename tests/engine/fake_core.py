@@ -47,7 +47,9 @@ class TensorRef:
 class Request(SimpleNamespace):
     def __init__(self, **fields):
         defaults = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": 0, "stop_token_ids": []}
-        super().__init__(**(defaults | {"return_logits": False} | fields))
+        super().__init__(
+            **(defaults | {"return_logits": False, "logprobs": -1, "prompt_logprobs": -1} | fields)
+        )
 
 
 def cache_block_bytes(model, config) -> int:
@@ -69,6 +71,8 @@ class Engine:
         self.next_id, self.steps, self.closing = 1, 0, False
         self.fail_next: str | None = None
         self.finished: list[str] = []
+        self.paused, self.stalled_seconds = False, 0.0
+        self.calls: list[tuple] = []  # of control
         self.thread = threading.Thread(target=self._loop, daemon=True)
         self.thread.start()
         Engine.instances.append(self)
@@ -106,10 +110,31 @@ class Engine:
                 generated_tokens=self.steps,
                 preemptions=0,
                 evictions=0,
+                steps_in_flight=len(self.running),
+                stalled_seconds=self.stalled_seconds,
+                paused=self.paused,
                 cached_blocks=0,
                 cached_tokens=0,
                 healthy=not self.closing,
             )
+
+    def _control(self, paused, *call):
+        with self.lock:
+            self.paused = paused
+            self.calls.append(call)
+            self.lock.notify()
+
+    def pause(self) -> None:
+        self._control(True, "pause")
+
+    def resume(self) -> None:
+        self._control(False, "resume")
+
+    def sleep(self, level) -> None:
+        self._control(True, "sleep", level)
+
+    def wake(self) -> None:
+        self._control(False, "wake")
 
     def close(self) -> None:
         with self.lock:
@@ -120,7 +145,7 @@ class Engine:
     def _loop(self) -> None:
         while True:
             with self.lock:
-                while not (self.waiting or self.running or self.closing):
+                while not self.closing and (self.paused or not (self.waiting or self.running)):
                     self.lock.wait()
                 room = self.config.max_batch_size - len(self.running)
                 self.running += self.waiting[:room]
@@ -164,6 +189,11 @@ class Engine:
         return _output(state, [token], "length" if state.count == request.max_new_tokens else "")
 
 
+def _logprobs(token, count):
+    """The token itself is the likeliest; then its successors, each less likely by 1."""
+    return SimpleNamespace(logprob=-0.5, top=[(min(token + i, 255), -0.5 - i) for i in range(count)])
+
+
 def _output(state, token_ids, finish_reason, error="", logits=None):
     return SimpleNamespace(
         id=state.id,
@@ -172,4 +202,12 @@ def _output(state, token_ids, finish_reason, error="", logits=None):
         error=error,
         logits=logits,
         cached_tokens=min(CACHED, len(state.request.token_ids) - 1),
+        logprobs=[_logprobs(token, state.request.logprobs) for token in token_ids]
+        if state.request.logprobs >= 0
+        else [],
+        prompt_logprobs=[
+            _logprobs(token, state.request.prompt_logprobs) for token in state.request.token_ids[1:]
+        ]
+        if state.request.prompt_logprobs >= 0 and state.count <= 1
+        else [],
     )

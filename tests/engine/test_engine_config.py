@@ -10,6 +10,40 @@ from turbomill.errors import UsageError
 @pytest.mark.parametrize(
     ("field", "value"),
     [
+        ("min_p", 1.5),
+        ("repetition_penalty", 0),
+        ("presence_penalty", float("nan")),
+        ("frequency_penalty", 1e6),
+        ("logit_bias", {5: 101}),
+        ("logit_bias", {"a": 1}),
+        ("min_new_tokens", -1),
+        ("bad_words", [""]),
+        ("bad_token_ids", [-1]),
+        ("allowed_token_ids", ["a"]),
+        ("logprobs", 21),
+        ("prompt_logprobs", True),
+        ("n", 0),
+        ("priority", 1.5),
+    ],
+)
+def test_rules_name_the_field(field, value):
+    with pytest.raises(UsageError, match=f"^{field} is .*, expected "):
+        GenerationConfig(**{field: value})
+
+
+def test_rules_stay_hashable_and_samples_have_their_own_seeds():
+    gen = GenerationConfig(logit_bias={7: 1.5}, bad_words="no", n=3, seed=4, prompt_logprobs=1)
+    assert hash(gen) and gen.logit_bias == ((7, 1.5),) and gen.bad_words == ("no",)
+    assert [(g.n, g.seed, g.prompt_logprobs) for g in gen.samples()] == [
+        (1, 4, 1),
+        (1, 5, None),
+        (1, 6, None),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
         ("session_len", 1),
         ("session_len", 2.5),
         ("max_batch_size", 0),

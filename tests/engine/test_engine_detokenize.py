@@ -138,3 +138,16 @@ def test_held_text_comes_out_at_the_end():
     assert stream.feed(list(b"abxy")) == "ab"
     assert stream.feed([], final=True) == "xy" and not stream.stopped
     assert TextStream(decode_bytes).feed([0xE2, 0x82], final=True) == "\ufffd"
+
+
+def test_no_stop_string_within_the_least_length():
+    """Nor one that begins there; however the tokens come."""
+    decode = lambda ids: bytes(ids).decode()  # noqa: E731
+    for cut in range(1, 8):
+        text = TextStream(decode, ["ab"], unstoppable=3)
+        tokens = list(b"xababcabd")
+        out = "".join(text.feed(tokens[i : i + cut]) for i in range(0, len(tokens), cut) if not text.stopped)
+        assert (out, text.stopped) == ("xab", True)
+        text = TextStream(decode, ["ba"], unstoppable=3)
+        out = "".join(text.feed(tokens[i : i + cut]) for i in range(0, len(tokens), cut))
+        assert (out + text.feed([], final=True), text.stopped) == ("xababcabd", False)

@@ -1,6 +1,7 @@
 """The pipeline over the double."""
 
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -113,3 +114,28 @@ def test_pipeline_opens_the_model_and_closes_twice(fake_core, fake_store):
     pipe.close()
     with pytest.raises(EngineError, match="closed"):
         pipe("a")
+
+
+def test_n_texts_for_one_prompt(pipe):
+    gen = GenerationConfig(max_new_tokens=6, do_sample=True, temperature=1.0, seed=5, n=3)
+    response = pipe("a", gen, do_preprocess=False)
+    texts = [response.text, *(other.text for other in response.others)]
+    alone = [pipe("a", replace(gen, n=1, seed=5 + i), do_preprocess=False).text for i in range(3)]
+    assert texts == alone and len(set(texts)) == 3
+    assert [other.sample for other in response.others] == [1, 2]
+    both = pipe(["a", "k"], gen, do_preprocess=False)
+    assert [len(one.others) for one in both] == [2, 2] and both[0].text == texts[0]
+    pieces = ["", "", ""]
+    for piece in pipe.stream_infer("a", gen, do_preprocess=False):
+        pieces[piece.sample] += piece.text
+    assert pieces == texts
+
+
+def test_logprobs_and_cached_tokens_are_in_the_response(pipe):
+    gen = GenerationConfig(max_new_tokens=3, logprobs=2, prompt_logprobs=1, n=2)
+    response = pipe("hello", gen, do_preprocess=False)
+    assert [t.token_id for t in response.logprobs] == list(response.token_ids)
+    assert [t.token_id for t in response.prompt_logprobs] == list(b"ello")
+    assert response.logprobs[0].top[0] == (response.token_ids[0], -0.5)
+    assert response.cached_token_len == 3
+    assert response.others[0].prompt_logprobs == () and len(response.others[0].logprobs) == 3

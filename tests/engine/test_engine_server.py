@@ -188,11 +188,17 @@ async def test_disconnect_cancels(client, fake_engine, stream):
         ({"max_tokens": 0}, "max_tokens"),
         ({"n": 0}, "n"),
         ({"stop": [""]}, None),
-        ({"logprobs": 5}, "logprobs"),
-        ({"echo": True}, "echo"),
-        ({"frequency_penalty": 0.5}, "frequency_penalty"),
-        ({"presence_penalty": 1}, "presence_penalty"),
-        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"frequency_penalty": 2.5}, "frequency_penalty"),
+        ({"presence_penalty": -3}, "presence_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"min_p": 2}, "min_p"),
+        ({"logit_bias": {"five": 1}}, "logit_bias"),
+        ({"logit_bias": {"5": 101}}, None),
+        ({"logit_bias": {"300": 1}}, None),
+        ({"allowed_token_ids": [300]}, None),
+        ({"bad_words": [""]}, None),
+        ({"min_tokens": -1}, "min_tokens"),
         ({"best_of": 2}, "best_of"),
         ({"colour": "red"}, "colour"),
         ({"prompt": []}, "prompt"),
@@ -215,7 +221,9 @@ async def test_bad_completion_requests(url, fake_engine, more, param):
     [
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"logprobs": True}, "logprobs"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"echo": True}, "echo"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "role"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "content"),
@@ -294,6 +302,52 @@ async def test_health_says_which_engine_and_whether_it_lives(url, fake_engine):
         }
         fake_engine.close()
         assert (await http.get(f"{url}/health")).status_code == 503
+
+
+async def test_health_tells_a_hung_engine_from_a_busy_and_a_paused_one(fake_engine):
+    with serving(fake_engine, hang_timeout=60) as url:
+        async with httpx.AsyncClient() as http:
+            core = fake_engine._engine
+            for stalled, paused, code, status in (
+                (59, False, 200, "ok"),
+                (61, False, 503, "hung"),
+                (0, True, 200, "paused"),
+                (61, True, 503, "hung"),
+            ):
+                core.stalled_seconds, core.paused = stalled, paused
+                response = await http.get(f"{url}/health")
+                assert (response.status_code, response.json()["status"]) == (code, status)
+                assert (
+                    f"turbomill_engine_stalled_seconds {float(stalled)}"
+                    in (await http.get(f"{url}/metrics")).text
+                )
+            core.paused = False
+
+
+async def test_control_routes(fake_engine):
+    with serving(fake_engine, api_keys=["key"]) as url:
+        async with httpx.AsyncClient(headers={"Authorization": "Bearer key"}) as http:
+            for route, sleeping in (
+                ("pause", True),
+                ("resume", False),
+                ("sleep?level=2", True),
+                ("wake_up", False),
+                ("sleep", True),
+                ("wakeup", False),
+            ):
+                assert (await http.post(f"{url}/{route}")).status_code == 200
+                assert (await http.get(f"{url}/is_sleeping")).json() == {"is_sleeping": sleeping}
+            assert (await http.post(f"{url}/sleep?level=7")).status_code == 400
+        assert fake_engine._engine.calls == [
+            ("pause",),
+            ("resume",),
+            ("sleep", 2),
+            ("wake",),
+            ("sleep", 1),
+            ("wake",),
+        ]
+        async with httpx.AsyncClient() as http:
+            assert (await http.post(f"{url}/sleep")).status_code == 401
 
 
 async def test_metrics(url, client):

@@ -70,7 +70,7 @@ VARIANTS: dict[str, tuple[Method, dict[str, Any]]] = {
     "auto-4.4": ("auto", {"budget": 4.4}),
     "auto-default": ("auto", {"calib_dataset": "builtin,self", "calib_samples": 64}),
     "rtn-3": ("rtn", {"bits": 3}),
-    "awq-plain-3": ("awq", {"correct": False, "bits": 3}),
+    "awq-plain-3": ("awq", {"correct": False, "bits": 3, "format": "gptq"}),
     "gptq-plain-3": ("gptq", {"correct": False, "bits": 3}),
     "auto-3": ("auto", {"bits": 3}),
     "rtn-8": ("rtn", {"bits": 8}),

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "kernels/cpu/blas.h"
+
 namespace turbomill::cpu {
 namespace {
 
@@ -48,7 +50,9 @@ CpuBackend::CpuBackend(const ModelConfig& model, const EngineConfig& config,
       rope_(inv_freq, config.session_len, model.rope_attention_factor),
       local_rope_(local_inv_freq, config.session_len, 1.f),
       // A sequence that just finished may still be in flight while its successor starts: twice the batch.
-      last_token_(2 * config.max_batch_size, 0) {}
+      last_token_(2 * config.max_batch_size, 0) {
+    require_blas();
+}
 
 std::unique_ptr<Buffer> CpuBackend::allocate(int rows, int columns) {
     return std::make_unique<HostBuffer>(size_t(rows) * columns);

@@ -25,6 +25,9 @@ class CpuBackend : public Backend {
     void set_embedding(const Linear& table) override { embedding_ = &table; }
     void begin_step(const BatchData& batch) override;
     void copy_blocks(const std::vector<BlockCopy>& copies) override { cache_.copy(copies); }
+    // Weights are the store's mapped file, which the system drops when it needs the memory.
+    void sleep(int /*level*/) override { cache_.drop(); }
+    void wake() override {}
     void synchronize() override {}
     void embed(Buffer& x) override;
     void rms_norm(Buffer& x, const std::vector<float>& weight, Buffer& y) override;

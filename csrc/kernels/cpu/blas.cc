@@ -41,6 +41,10 @@ void load_blas(const std::string& path) {
     sgemm = found;
 }
 
+void require_blas() {
+    loaded();
+}
+
 void gemm_nt(int m, int n, int k, const float* a, int lda, const float* b, int ldb, float* c, int ldc) {
     loaded()(kRowMajor, kNoTrans, kTrans, m, n, k, 1.f, a, lda, b, ldb, 0.f, c, ldc);
 }

@@ -40,6 +40,10 @@ uint16_t* KvCache::params(int block, int layer, int value, int head) const {
     return reinterpret_cast<uint16_t*>(base + (size_t(value) * layout.heads + head) * layout.param_bytes);
 }
 
+void KvCache::drop() const {
+    madvise(data_.get(), data_.get_deleter().bytes, MADV_DONTNEED);
+}
+
 void KvCache::copy(const std::vector<BlockCopy>& copies) const {
     for (const BlockCopy& copy : copies)
         std::memcpy(data_.get() + copy.to * layout.block_bytes, data_.get() + copy.from * layout.block_bytes,

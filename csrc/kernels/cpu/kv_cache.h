@@ -22,6 +22,8 @@ class KvCache {
     // First row of K (0) or V (1) of a head, and its parameters.
     uint8_t* rows(int block, int layer, int value, int head) const;
     uint16_t* params(int block, int layer, int value, int head) const;
+    // Gives the pages back; they come again, zeroed, when they are written.
+    void drop() const;
     // Whole blocks, one after the other.
     void copy(const std::vector<BlockCopy>& copies) const;
 

@@ -92,6 +92,11 @@ bool wants_logprobs(const BatchData& batch) {
                        [](const Slice& s) { return s.sample && s.sampling.logprobs >= 0; });
 }
 
+DeviceMemory cache_memory(const CacheLayout& layout, const EngineConfig& config) {
+    return {layout.block_bytes * config.cache_block_count, "the KV cache",
+            "lower cache_max_entry_count, or use quant_policy 8 or 4"};
+}
+
 // Sequences that hold a slot: one that just finished may still be in flight while its successor starts.
 int most_slots(const EngineConfig& config) {
     return 2 * config.max_batch_size;
@@ -122,10 +127,10 @@ CudaBackend::CudaBackend(const ModelConfig& model, const EngineConfig& config, c
       device_(select_device(config.device)),
       type_(activation_type(weights)),
       weights_(weights, type_, stream_),
+      stored_(weights),
       linear_(type_, weights_.largest_unfused(), stream_),
       layout_(model, config),
-      cache_bytes_(layout_.block_bytes * config.cache_block_count, "the KV cache",
-                   "lower cache_max_entry_count, or use quant_policy 8 or 4"),
+      cache_bytes_(cache_memory(layout_, config)),
       cache_(view_of(layout_, cache_bytes_.as<uint8_t>())),
       attention_kernels_(choose_attention(type_, cache_)),
       multiprocessors_(multiprocessors(device_)),
@@ -224,6 +229,24 @@ void CudaBackend::begin_step(const BatchData& batch) {
     // Padded whether it is recorded or not, so that both give the same bits.
     step_.send(batch, recordable(batch) ? padded_rows(count, config_.max_batch_size) - count : 0, stream_);
     edits_.send(batch, step_.sampled, stream_);
+}
+
+void CudaBackend::sleep(int level) {
+    check(cudaSetDevice(device_), "choosing the GPU");
+    check(cudaStreamSynchronize(stream_), "falling asleep");
+    graphs_.clear();  // they hold addresses
+    cache_bytes_ = {};
+    if (level == 2) weights_.release();
+}
+
+void CudaBackend::wake() {
+    check(cudaSetDevice(device_), "choosing the GPU");
+    if (!weights_.held()) {
+        weights_ = DeviceWeights(stored_, type_, stream_);
+        embedding_ = weights_.at(table_->dense);
+    }
+    if (!cache_bytes_.bytes()) cache_bytes_ = cache_memory(layout_, config_);
+    cache_.data = cache_bytes_.as<uint8_t>();
 }
 
 void CudaBackend::copy_blocks(const std::vector<BlockCopy>& copies) {

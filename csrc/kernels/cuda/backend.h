@@ -57,9 +57,14 @@ class CudaBackend : public Backend {
 
     std::unique_ptr<Buffer> allocate(int rows, int columns) override;
     std::unique_ptr<Buffer> allocate_residual(int rows, int columns) override;
-    void set_embedding(const Linear& table) override { embedding_ = weights_.at(table.dense); }
+    void set_embedding(const Linear& table) override {
+        table_ = &table;
+        embedding_ = weights_.at(table.dense);
+    }
     void begin_step(const BatchData& batch) override;
     void copy_blocks(const std::vector<BlockCopy>& copies) override;
+    void sleep(int level) override;
+    void wake() override;
     void run(BatchData& batch, const std::function<void()>& calls) override;
     bool ready() override;
     void synchronize() override;
@@ -112,6 +117,8 @@ class CudaBackend : public Backend {
     const DType type_;
     Stream stream_;
     DeviceWeights weights_;
+    const Weights& stored_;  // what weights_ are copies of
+    const Linear* table_ = nullptr;
     const void* embedding_ = nullptr;
     LinearRunner linear_;
     const CacheLayout layout_;

@@ -21,6 +21,9 @@ class DeviceWeights {
     // has no room, std::runtime_error for a weight that no kernel reads.
     DeviceWeights(const Weights& weights, DType type, cudaStream_t stream);
 
+    // Frees the copies.
+    void release() { memory_ = {}; }
+    bool held() const { return memory_.bytes() > 0; }
     // Of a dense weight, codes, scales, zeros or a vector.
     const void* at(const void* host) const;
     const float* at(const std::vector<float>& vector) const {

@@ -38,8 +38,13 @@ int padded_rows(int count, int max_batch_size) {
 }
 
 StepGraphs::~StepGraphs() {
+    clear();
+}
+
+void StepGraphs::clear() {
     for (const auto& [rows, exec] : recorded_)
         if (exec) cudaGraphExecDestroy(exec);
+    recorded_.clear();
 }
 
 bool StepGraphs::run(int rows, const std::function<void()>& calls, cudaStream_t stream) {

@@ -23,6 +23,9 @@ class StepGraphs {
     // a recording ran.
     bool run(int rows, const std::function<void()>& calls, cudaStream_t stream);
 
+    // Forgets every recording; none is running.
+    void clear();
+
   private:
     std::map<int, cudaGraphExec_t> recorded_;  // null: seen once
 };

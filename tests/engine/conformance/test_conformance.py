@@ -8,6 +8,7 @@ import pytest
 
 from turbomill.engine.config import GenerationConfig
 from turbomill.engine.requests import EngineError, PromptError
+from turbomill.errors import UsageError
 
 PROMPT = list(b"The quick brown fox jumps over the lazy dog")
 
@@ -81,6 +82,64 @@ async def test_top_k_one_is_greedy(engine):
     assert sampled == greedy
 
 
+async def test_logprobs_are_the_log_softmax_of_the_logits(engine):
+    gen = GenerationConfig(max_new_tokens=8, ignore_eos=True, logprobs=3, prompt_logprobs=2)
+    outputs = [output async for output in engine.generate(PROMPT, gen)]
+    tokens = [token for output in outputs for token in output.token_ids]
+    own = [t for output in outputs for t in output.logprobs]
+    prompt = [t for output in outputs for t in output.prompt_logprobs]
+    assert [t.token_id for t in prompt + own] == PROMPT[1:] + tokens
+    logits = (await engine.logits(PROMPT + tokens)).astype(np.float64)
+    exact = logits - np.log(np.exp(logits - logits.max(1, keepdims=True)).sum(1, keepdims=True))
+    exact -= logits.max(1, keepdims=True)
+    for row, t in zip(exact, prompt + own, strict=False):
+        assert t.logprob == pytest.approx(row[t.token_id], abs=2e-3)
+        np.testing.assert_allclose([p for _, p in t.top], np.sort(row)[::-1][: len(t.top)], atol=2e-3)
+    assert {len(t.top) for t in own} == {3} and {len(t.top) for t in prompt} == {2}
+
+
+async def test_rules_for_tokens(engine):
+    free, _, _ = await run(engine, PROMPT, max_new_tokens=12)
+    banned, _, _ = await run(engine, PROMPT, max_new_tokens=12, bad_token_ids=free[:2])
+    assert banned[0] != free[0] and not set(free[:2]) & set(banned)
+    biased, _, _ = await run(engine, PROMPT, max_new_tokens=12, logit_bias={65: 100})
+    assert biased == [65] * 12
+    allowed, _, _ = await run(engine, PROMPT, max_new_tokens=40, allowed_token_ids=range(65, 70))
+    assert set(allowed) <= set(range(65, 70))
+    rules = {"allowed_token_ids": range(65, 105), "frequency_penalty": 100, "max_new_tokens": 40}
+    once, _, _ = await run(engine, PROMPT, **rules)
+    assert sorted(once) == list(range(65, 105))
+    short, _, last = await run(engine, PROMPT, max_new_tokens=12, stop_token_ids=free[:1], min_new_tokens=5)
+    assert len(short) >= 5 and last.finish_reason in ("stop", "length")
+    text = (await run(engine, PROMPT, max_new_tokens=40, allowed_token_ids=[97, 98], bad_words=["ab"]))[1]
+    assert "ab" not in text
+
+
+async def test_samples_share_the_prompts_blocks(engine):
+    samples = GenerationConfig(
+        n=4, seed=3, do_sample=True, temperature=1.0, max_new_tokens=8, ignore_eos=True
+    ).samples()
+
+    async def sample(gen):
+        outputs = [output async for output in engine.generate(PROMPT * 4, gen)]
+        return [t for o in outputs for t in o.token_ids], outputs[-1].usage.cached_tokens
+
+    alone = [(await sample(gen))[0] for gen in samples]
+    found = await asyncio.gather(*[sample(gen) for gen in samples])
+    assert [tokens for tokens, _ in found] == alone
+    assert all(cached >= len(PROMPT) * 4 - 64 for _, cached in found)
+
+
+async def test_prefix_caching_changes_nothing_but_the_work(make_engine):
+    plain, sharing = make_engine(enable_prefix_caching=False), make_engine()
+    texts = []
+    for engine in (plain, sharing, sharing):
+        texts.append([await run(engine, PROMPT * 4 + PROMPT[:i], max_new_tokens=12) for i in range(6)])
+    assert [t[0] for t in texts[0]] == [t[0] for t in texts[1]] == [t[0] for t in texts[2]]
+    assert plain.metrics().cached_tokens == 0
+    assert all(last.usage.cached_tokens >= 128 for _, _, last in texts[2])
+
+
 async def test_stop_token_ends_and_is_not_returned(engine):
     tokens, _, _ = await run(engine, PROMPT, max_new_tokens=20)
     stop = tokens[5]
@@ -151,6 +210,33 @@ async def test_metrics_count(engine):
     assert after.prompt_tokens - before.prompt_tokens == len(PROMPT)
     assert after.generated_tokens - before.generated_tokens == 9
     assert after.free_blocks + after.cached_blocks == after.total_blocks
+
+
+@pytest.mark.parametrize("level", [1, 2])
+async def test_sleep_gives_the_blocks_up_and_changes_no_text(engine, level):
+    expected, _, _ = await run(engine, PROMPT, max_new_tokens=100)
+    task = asyncio.create_task(run(engine, PROMPT, max_new_tokens=100))
+    while not engine.metrics().running:
+        await asyncio.sleep(0.001)
+    await asyncio.to_thread(engine.sleep, level)
+    asleep = engine.metrics()
+    assert asleep.paused and asleep.free_blocks == asleep.total_blocks
+    later = asyncio.create_task(run(engine, PROMPT, max_new_tokens=100))
+    await asyncio.sleep(0.05)
+    assert engine.metrics().generated_tokens == asleep.generated_tokens
+    await asyncio.to_thread(engine.wakeup)
+    assert (await task)[0] == (await later)[0] == expected
+    with pytest.raises(UsageError, match="level"):
+        engine.sleep(3)
+
+
+async def test_pause_and_resume(engine):
+    engine.pause()
+    task = asyncio.create_task(run(engine, PROMPT, max_new_tokens=5))
+    await asyncio.sleep(0.05)
+    assert not task.done() and engine.metrics().paused
+    engine.resume()
+    assert len((await task)[0]) == 5
 
 
 async def test_close_ends_running_requests(make_engine):

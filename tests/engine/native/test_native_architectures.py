@@ -12,7 +12,7 @@ import pytest
 import torch
 from architectures import CASES, Case
 from native_engine import Native, store_of
-from test_native_quantized import quantized
+from quantized_models import quantized
 
 from turbomill import _core
 from turbomill.convert.checkpoint import open_checkpoint

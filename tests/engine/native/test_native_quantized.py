@@ -9,52 +9,16 @@ import numpy as np
 import pytest
 import torch
 from native_engine import Native, store_of, tiny_llama
+from quantized_models import quantized
+from safetensors.torch import load_file, save_file
 
 from turbomill.convert.checkpoint import open_checkpoint
 from turbomill.convert.formats.awq import AwqFormat
-from turbomill.convert.formats.base import WeightFormat
 from turbomill.convert.formats.compressed_tensors import CompressedTensorsFormat
 from turbomill.convert.formats.gptq import GptqFormat
-from turbomill.convert.linear import QuantLinear, QuantScheme
+from turbomill.convert.linear import QuantScheme
 from turbomill.convert.reference import load_dense_model
-from turbomill.convert.writer import CheckpointWriter
-
-
-def nearest(weight: torch.Tensor, scheme: QuantScheme, dtype: torch.dtype) -> QuantLinear:
-    """Round-to-nearest of a weight [N, K]."""
-    n, k = weight.shape
-    groups = weight.float().T.reshape(-1, min(scheme.group, k), n)
-    top = 2**scheme.bits - 1
-    if scheme.symmetric:
-        scales = (groups.abs().amax(1) * 2 / top).to(dtype)
-        zeros = torch.full(scales.shape, top // 2 + 1, dtype=torch.uint8)
-    else:
-        low, high = groups.amin(1).clamp(max=0), groups.amax(1).clamp(min=0)
-        scales = ((high - low) / top).to(dtype)
-        zeros = (-low / scales.float()).round().clamp(0, top).to(torch.uint8)
-    codes = (groups / scales.float()[:, None] + zeros[:, None]).round().clamp(0, top)
-    return QuantLinear(codes.to(torch.uint8).reshape(k, n), scales, zeros, scheme)
-
-
-def quantized(path: Path, fmt: WeightFormat, dtype: torch.dtype) -> Path:
-    """The checkpoint at `path` with its decoder linears in `fmt`, beside it."""
-    source, out = open_checkpoint(path), path.with_name(path.name + "-quantized")
-    linears = set(source.arch.linear_prefixes(source.config))
-    config = source.config | {"quantization_config": fmt.quantization_config()}
-    with CheckpointWriter(out, config) as writer:
-        for name in source.names():
-            prefix = name.removesuffix(".weight")
-            if prefix in linears:
-                weight = source.tensor(name)
-                scheme = fmt.scheme_of(prefix, weight.shape[1])
-                assert scheme is not None
-                for key, tensor in fmt.pack(prefix, nearest(weight, scheme, dtype)).items():
-                    writer.add(key, tensor)
-            else:
-                writer.add(name, source.tensor(name))
-        writer.finish()
-    return out
-
+from turbomill.convert.store.verify import check_tensors_against
 
 FORMATS = {"awq": AwqFormat, "gptq": partial(GptqFormat, version=2), "ct": CompressedTensorsFormat}
 CASES = [
@@ -90,6 +54,45 @@ def test_logits_equal_the_dequantized_model(
     )
     with Native(store) as engine:
         assert engine.generate(ids, 20) == greedy[0, 100:].tolist()
+
+
+def reordered(path: Path, same: bool) -> None:
+    """Rows as desc_act leaves them: in an order of the input, or of each linear, with the groups to match."""
+    tensors = load_file(path / "model.safetensors")
+    orders: dict[tuple[str, int], torch.Tensor] = {}
+    for name in [name for name in tensors if name.endswith(".g_idx")]:
+        k = tensors[name].shape[0]
+        layer, part = name.rsplit(".", 3)[0], name.split(".")[-2]
+        shared = "qkv" if part[0] in "qkv" else "gate_up" if part in ("gate_proj", "up_proj") else part
+        order = orders.setdefault((f"{layer}.{shared if same else part}", k), torch.randperm(k))
+        tensors[name] = tensors[name][order].contiguous()
+    save_file(tensors, path / "model.safetensors")
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_desc_act_is_served(same: bool, tmp_path: Path) -> None:
+    """Packed with the order of its inputs where all fused parts share it, else dense."""
+    tiny_llama(tmp_path / "dense", torch.float16, hidden_size=128, intermediate_size=224, attention_bias=True)
+    path = quantized(tmp_path / "dense", GptqFormat(QuantScheme(4, 32, False), 1), torch.float16)
+    torch.manual_seed(0)
+    reordered(path, same)
+    checkpoint, store = open_checkpoint(path), store_of(path)
+    assert check_tensors_against(store, checkpoint).ok
+    orders = {name for name in store.tensors if name.startswith("layers.0.") and name.endswith(".order")}
+    alone = {"layers.0.w_o.order", "layers.0.w_down.order"}
+    assert orders == (alone | {"layers.0.w_qkv.order", "layers.0.w_gate_up.order"} if same else alone)
+    assert ("layers.0.w_qkv.weight" in store.tensors) != same
+    assert store.manifest["format_version"] == 2
+    ids = np.random.default_rng(1).integers(3, 320, 100).tolist()
+    model = load_dense_model(checkpoint)
+    for name, module in model.named_modules():
+        if not same and name.endswith(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")):
+            module.weight.data = module.weight.half().float()  # as the store rounds it
+    with torch.no_grad():
+        expected = model(torch.tensor([ids])).logits[0].numpy()
+    for budget in (512, 5):
+        with Native(store, max_prefill_token_num=budget) as engine:
+            np.testing.assert_allclose(engine.logits(ids), expected, atol=1e-3)
 
 
 MIXED = {

@@ -1,0 +1,93 @@
+// The submodule `repack`: store/repack.h on numpy arrays.
+#include "store/repack.h"
+
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+
+#include <stdexcept>
+
+#include "python/register.h"
+
+namespace turbomill::python {
+namespace {
+
+namespace py = pybind11;
+using Bytes = py::array_t<uint8_t, py::array::c_style>;
+using Words = py::array_t<int32_t, py::array::c_style>;
+
+void require(bool good, const char* what) {
+    if (!good) throw std::invalid_argument(what);
+}
+
+int tiles(py::ssize_t size) {
+    return int((size + 63) / 64);
+}
+
+Bytes pack(const Bytes& codes, int threads) {
+    require(codes.ndim() == 2, "codes must be [K, N]");
+    const int k = int(codes.shape(0)), n = int(codes.shape(1));
+    Bytes out({tiles(n), tiles(k), 4, 32, 16});
+    uint8_t* to = out.mutable_data();
+    {
+        const py::gil_scoped_release unlocked;
+        ThreadPool pool(threads);
+        pack_w4(codes.data(), k, n, to, pool);
+    }
+    return out;
+}
+
+Bytes unpack(const Bytes& packed, int k, int n, int threads) {
+    require(packed.ndim() == 5 && packed.shape(0) == tiles(n) && packed.shape(1) == tiles(k) &&
+                packed.size() == py::ssize_t(tiles(n)) * tiles(k) * 2048,
+            "packed must be [ceil(N/64), ceil(K/64), 4, 32, 16]");
+    Bytes out({k, n});
+    uint8_t* to = out.mutable_data();
+    {
+        const py::gil_scoped_release unlocked;
+        ThreadPool pool(threads);
+        unpack_w4(packed.data(), k, n, to, pool);
+    }
+    return out;
+}
+
+const uint32_t* words_of(const Words& words) {
+    return reinterpret_cast<const uint32_t*>(words.data());
+}
+
+Bytes awq(const Words& words, int threads) {
+    require(words.ndim() == 2, "words must be [R, N/8]");
+    const int rows = int(words.shape(0)), n = int(words.shape(1)) * 8;
+    Bytes out({rows, n});
+    uint8_t* to = out.mutable_data();
+    {
+        const py::gil_scoped_release unlocked;
+        ThreadPool pool(threads);
+        unpack_awq(words_of(words), rows, n, to, pool);
+    }
+    return out;
+}
+
+Bytes nibbles(const Words& words, int k, int threads) {
+    require(words.ndim() == 2 && words.shape(0) == (k + 7) / 8, "words must be [ceil(K/8), N]");
+    const int n = int(words.shape(1));
+    Bytes out({k, n});
+    uint8_t* to = out.mutable_data();
+    {
+        const py::gil_scoped_release unlocked;
+        ThreadPool pool(threads);
+        unpack_nibbles(words_of(words), k, n, to, pool);
+    }
+    return out;
+}
+
+}  // namespace
+
+void register_repack(py::module_& parent) {
+    py::module_ m = parent.def_submodule("repack", "Byte orders of 4-bit codes; threads 0: every core.");
+    m.def("pack_w4", &pack, py::arg("codes"), py::arg("threads") = 0);
+    m.def("unpack_w4", &unpack, py::arg("packed"), py::arg("k"), py::arg("n"), py::arg("threads") = 0);
+    m.def("unpack_awq", &awq, py::arg("words"), py::arg("threads") = 0);
+    m.def("unpack_nibbles", &nibbles, py::arg("words"), py::arg("k"), py::arg("threads") = 0);
+}
+
+}  // namespace turbomill::python

@@ -1,0 +1,102 @@
+#include "store/repack.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+
+namespace turbomill {
+namespace {
+
+static_assert(std::endian::native == std::endian::little, "rows of eight codes are handled as one number");
+
+constexpr int kTile = 64, kTileBytes = kTile * kTile / 2, kSubTileBytes = kTileBytes / 4;
+constexpr uint64_t kLowNibbles = 0x0f0f0f0f0f0f0f0full;
+
+int tiles(int size) {
+    return (size + kTile - 1) / kTile;
+}
+
+// Where, in a lane's 16 bytes, the code of a tile's column is, and which of four lanes that is.
+struct Place {
+    int lane, byte;
+    explicit Place(int column)
+        : lane(column % 8 / 2), byte(column / 16 * 4 + column % 2 * 2 + column % 16 / 8) {}
+};
+
+// The nibbles of 16 bits in the low nibbles of four 16-bit numbers.
+uint64_t spread(uint64_t nibbles) {
+    nibbles = (nibbles | nibbles << 24) & 0x000000ff000000ffull;
+    return (nibbles | nibbles << 12) & 0x000f000f000f000full;
+}
+
+}  // namespace
+
+void pack_w4(const uint8_t* codes, int k, int n, uint8_t* out, ThreadPool& pool) {
+    pool.run(tiles(n), [&](int bn, int) {
+        const int rows = std::min(kTile, n - bn * kTile);
+        uint8_t tile[kTile][kTile];  // [column, row]: as the codes lie
+        for (int bk = 0; bk < tiles(k); ++bk) {
+            const int columns = std::min(kTile, k - bk * kTile);
+            if (rows < kTile || columns < kTile) std::memset(tile, 0, sizeof tile);
+            for (int c = 0; c < columns; ++c)
+                std::memcpy(tile[c], codes + (int64_t(bk) * kTile + c) * n + bn * kTile, rows);
+            uint8_t* to = out + (int64_t(bn) * tiles(k) + bk) * kTileBytes;
+            for (int c = 0; c < kTile; ++c) {
+                const Place place(c);
+                for (int s = 0; s < 4; ++s) {
+                    uint64_t low, high;  // eight rows, and the eight below them
+                    std::memcpy(&low, tile[c] + 16 * s, 8);
+                    std::memcpy(&high, tile[c] + 16 * s + 8, 8);
+                    const uint64_t pairs = low | high << 4;
+                    uint8_t* lane = to + s * kSubTileBytes + place.lane * 16 + place.byte;
+                    for (int g = 0; g < 8; ++g) lane[g * 64] = uint8_t(pairs >> 8 * g);
+                }
+            }
+        }
+    });
+}
+
+void unpack_w4(const uint8_t* packed, int k, int n, uint8_t* codes, ThreadPool& pool) {
+    pool.run(tiles(n), [&](int bn, int) {
+        const int rows = std::min(kTile, n - bn * kTile);
+        for (int bk = 0; bk < tiles(k); ++bk) {
+            const int columns = std::min(kTile, k - bk * kTile);
+            const uint8_t* from = packed + (int64_t(bn) * tiles(k) + bk) * kTileBytes;
+            for (int c = 0; c < columns; ++c) {
+                const Place place(c);
+                uint8_t column[kTile];
+                for (int s = 0; s < 4; ++s) {
+                    const uint8_t* lane = from + s * kSubTileBytes + place.lane * 16 + place.byte;
+                    uint64_t pairs = 0;
+                    for (int g = 0; g < 8; ++g) pairs |= uint64_t(lane[g * 64]) << 8 * g;
+                    const uint64_t low = pairs & kLowNibbles, high = pairs >> 4 & kLowNibbles;
+                    std::memcpy(column + 16 * s, &low, 8);
+                    std::memcpy(column + 16 * s + 8, &high, 8);
+                }
+                std::memcpy(codes + (int64_t(bk) * kTile + c) * n + bn * kTile, column, rows);
+            }
+        }
+    });
+}
+
+void unpack_awq(const uint32_t* words, int rows, int n, uint8_t* codes, ThreadPool& pool) {
+    pool.run(rows, [&](int r, int) {
+        const uint32_t* row = words + int64_t(r) * (n / 8);
+        for (int i = 0; i < n / 8; ++i) {
+            const uint64_t eight = spread(row[i] & 0xffff) | spread(row[i] >> 16) << 8;
+            std::memcpy(codes + int64_t(r) * n + 8 * i, &eight, 8);
+        }
+    });
+}
+
+void unpack_nibbles(const uint32_t* words, int k, int n, uint8_t* codes, ThreadPool& pool) {
+    pool.run((k + 7) / 8, [&](int r, int) {
+        const uint32_t* row = words + int64_t(r) * n;
+        for (int i = 0; i < std::min(8, k - 8 * r); ++i) {
+            uint8_t* to = codes + (int64_t(r) * 8 + i) * n;
+            for (int c = 0; c < n; ++c) to[c] = row[c] >> 4 * i & 15;
+        }
+    });
+}
+
+}  // namespace turbomill
