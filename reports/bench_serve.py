@@ -5,49 +5,108 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from turbomill import console
 from turbomill.engine.stores import open_model
 from turbomill.errors import TurbomillError, UsageError
-from turbomill.reports.latency import summarize
-from turbomill.reports.load_client import LoadOptions, http_client, run_load, send, served_model
+from turbomill.reports.latency import RequestResult, summarize
+from turbomill.reports.load_client import LoadOptions, LoadRequest, http_client, run_load, send, served_model
 from turbomill.reports.runs import ModelCard, Run, check_run_dir, model_card, new_run, save_run
 from turbomill.reports.server_process import server
+from turbomill.reports.slo import Slo, find_knee
+from turbomill.reports.traces import read_sharegpt
 
 
 async def load_server(
-    base_url: str, options: LoadOptions, *, model: str | None = None, api_key: str | None = None
+    base_url: str,
+    options: LoadOptions,
+    *,
+    model: str | None = None,
+    api_key: str | None = None,
+    slo: Slo | None = None,
 ) -> dict[str, Any]:
     """Put the load on a running server; returns fields named as `vllm bench serve` names them."""
     async with http_client(base_url, api_key) as client:
         name = model or await served_model(client)
         # One request that does not count: it fails at once where the whole load would, and warms the server.
-        probe = await send(
-            client,
-            {"model": name, "prompt": options.prompts()[0], "max_tokens": 1, "stream": True},
-            options.input_len,
-        )
+        first = options.requests()[0]
+        body = {"model": name, "prompt": first.prompt, "max_tokens": 1, "stream": True}
+        probe = await send(client, body, first.prompt_tokens)
         if probe.error:
             raise TurbomillError(f"{base_url}: a first request failed, so no load was sent: {probe.error}")
-        with console.progress("requests", options.num_prompts) as task:
+        with console.progress("requests", len(options.requests())) as task:
             results, duration = await run_load(client, name, options, task.advance)
     rate = options.request_rate
     return {
         "date": time.strftime("%Y%m%d-%H%M%S"),
         "backend": "openai",
         "model_id": name,
-        "num_prompts": options.num_prompts,
-        "random_input_len": options.input_len,
-        "random_output_len": options.output_len,
+        "num_prompts": len(results),
+        **({} if options.trace else _random_lengths(options)),
         "request_rate": "inf" if math.isinf(rate) else rate,
-        "burstiness": 1.0,
+        "burstiness": options.burstiness,
         "max_concurrency": options.max_concurrency,
         **summarize(results, duration),
+        **({} if slo is None else _goodput(results, duration, slo)),
     }
+
+
+def _random_lengths(options: LoadOptions) -> dict[str, int]:
+    return {"random_input_len": options.input_len, "random_output_len": options.output_len}
+
+
+def _goodput(results: Sequence[RequestResult], duration: float, slo: Slo) -> dict[str, Any]:
+    """Requests/s that met the SLO, under vLLM's name, and their share of all that were sent."""
+    good = sum(slo.met_by(result) for result in results)
+    return {
+        "goodput": slo.describe(),
+        "request_goodput": good / duration,
+        "slo_share": good / len(results),
+    }
+
+
+@dataclass(frozen=True)
+class Knee:
+    """How the knee is looked for."""
+
+    share: float = 0.99  # of the requests that have to meet the SLO
+    steps: int = 6  # loads after the first
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share <= 1:
+            raise UsageError(f"--slo-share {self.share}: expected a share above 0, at most 1")
+        if self.steps < 1:
+            raise UsageError(f"--knee-steps {self.steps}: expected at least 1")
+
+
+@dataclass(frozen=True)
+class TraceFile:
+    """A file of conversations, whose first questions are sent."""
+
+    path: Path
+    output_len: int | None = None
+    tokenizer: str | None = None  # of which model, where the server is not ours
+
+    def read(self, model: str | None, options: LoadOptions) -> tuple[LoadRequest, ...]:
+        """The requests, counted with the model's own tokenizer."""
+        store = open_model(self.tokenizer or str(model))
+        tokenizer = store.tokenizer()
+        count = options.num_prompts
+        return tuple(
+            read_sharegpt(
+                self.path,
+                lambda text: len(tokenizer(text, verbose=False)["input_ids"]),
+                count,
+                self.output_len,
+                store.context_length,
+                options.seed,
+            )
+        )
 
 
 def bench_serve(
@@ -60,21 +119,36 @@ def bench_serve(
     quant_policy: int = 0,
     num_threads: int = 0,
     work_dir: Path | None = None,
+    slo: Slo | None = None,
+    knee: Knee | None = None,
+    trace: TraceFile | None = None,
 ) -> Run:
     """Load a running server, or a server of MODEL that lives for the measurement.
+
+    With `knee`, the load is repeated at the rates that the search for it takes.
 
     Raises TurbomillError when every request failed; fewer failures are counted in the result.
     """
     if (model is None) == (base_url is None):
         raise UsageError("give either MODEL, to start a server for it, or --base-url of a running server")
+    if knee is not None and slo is None:
+        raise UsageError(
+            "--find-knee: needs the objectives that a rate has to meet, such as --goodput ttft:500"
+        )
+    if trace is not None and model is None and trace.tokenizer is None:
+        raise UsageError(
+            "--dataset-path: lengths are counted in tokens: give --tokenizer MODEL with --base-url"
+        )
     if work_dir is not None:
         check_run_dir(work_dir)
+    if trace is not None:
+        options = replace(options, trace=trace.read(model, options))
     card: ModelCard | None = None
     with ExitStack() as stack:
         if model is not None:
             store = open_model(model)
             card = model_card(model, store)
-            longest = options.input_len + options.output_len
+            longest = max(r.prompt_tokens + r.output_len for r in options.requests())
             if longest > store.context_length:
                 raise UsageError(
                     f"--random-input-len and --random-output-len: {longest} together, but the model's "
@@ -86,9 +160,23 @@ def bench_serve(
             served_name = Path(model).name or "model"
             base_url = stack.enter_context(server(str(store.path), served_name, arguments))
         assert base_url is not None
-        result = asyncio.run(load_server(base_url, options, model=served_name, api_key=api_key))
+        url = base_url
+
+        def measure(rate: float) -> dict[str, Any]:
+            load = replace(options, request_rate=rate)
+            return asyncio.run(load_server(url, load, model=served_name, api_key=api_key, slo=slo))
+
+        found: dict[str, Any] | None = None
+        if knee is None:
+            loads = [measure(options.request_rate)]
+        else:
+            rate, loads = find_knee(measure, knee.share, knee.steps)
+            found = {"request_rate": rate, "share": knee.share, "goodput": slo and slo.describe()}
     settings = {"base_url": base_url, "seed": options.seed, "ignore_eos": options.ignore_eos}
-    run = new_run("bench_serve", settings, model=card, serve=[result])
+    if trace is not None:
+        settings["dataset_path"] = str(trace.path)
+    run = new_run("bench_serve", settings, model=card, serve=loads, knee=found)
+    result = loads[-1]
     if not result["completed"]:
         error = f"{base_url}: all {result['failed']} requests failed, the first with: {result['errors'][0]}"
         run = run.model_copy(update={"status": "failed", "error": error})

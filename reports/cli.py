@@ -1,4 +1,4 @@
-"""`turbomill plan`, `report`, `verify` and `demo`."""
+"""`turbomill plan`, `report`, `runs`, `verify` and `demo`."""
 
 from __future__ import annotations
 
@@ -17,25 +17,79 @@ from turbomill.reports.cli_options import THREADS
 @click.option(
     "--output", type=click.Path(path_type=Path), help="The page to write.  [report.html in the first RUN]"
 )
-@click.option("--json", "as_json", is_flag=True, help="Print where the report is, as JSON.")
-def report(runs: tuple[Path, ...], output: Path | None, as_json: bool) -> None:
+@click.option(
+    "--baseline",
+    "baselines",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help="A run of another day to compare with (repeatable): exit code 1 when a figure is worse.",
+)
+@click.option(
+    "--quality-tolerance",
+    default=0.01,
+    show_default=True,
+    help="Share by which scores and sizes may be worse.",
+)
+@click.option(
+    "--speed-tolerance", default=0.05, show_default=True, help="Share by which speeds may be worse."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print where the report is, and what changed, as JSON.")
+def report(
+    runs: tuple[Path, ...],
+    output: Path | None,
+    baselines: tuple[Path, ...],
+    quality_tolerance: float,
+    speed_tolerance: float,
+    as_json: bool,
+) -> None:
     """Render runs (directories with run.json) as one HTML page, with Markdown beside it.
 
     A RUN may also be a checkpoint that `turbomill lite` wrote: its table of linears becomes part of the page.
     """
+    from dataclasses import asdict
+
     from turbomill import console
+    from turbomill.reports.baseline import Tolerance, against
     from turbomill.reports.quant_log import is_quantization, load_quantization
     from turbomill.reports.render import write_report
     from turbomill.reports.runs import load_run
 
     console.setup_logging()
+    tolerance = Tolerance(quality_tolerance, speed_tolerance)
     loaded = [load_quantization(path) if is_quantization(path) else load_run(path) for path in runs]
+    changes = against(loaded, [load_run(path) for path in baselines], tolerance) if baselines else []
     first = runs[0] if runs[0].is_dir() else runs[0].parent
-    html, markdown = write_report(loaded, output or first / "report.html")
+    html, markdown = write_report(loaded, output or first / "report.html", changes)
+    worse = [change for change in changes if change.change == "worse"]
     if as_json:
-        console.emit_json({"html": str(html), "markdown": str(markdown)})
+        found = {"html": str(html), "markdown": str(markdown)}
+        console.emit_json({**found, "changes": [asdict(c) for c in changes]} if baselines else found)
     else:
         console.stdout.print(f"{html}\n{markdown}", soft_wrap=True, markup=False, highlight=False)
+        for c in worse:
+            line = f"worse: {c.metric} of {c.name}: {c.then:.4f} before, {c.now:.4f} now"
+            console.stdout.print(line, style="red", soft_wrap=True, markup=False, highlight=False)
+    if worse:
+        sys.exit(1)
+
+
+@click.command("runs", context_settings=SETTINGS)
+@click.argument(
+    "folders", metavar="[FOLDER]...", nargs=-1, type=click.Path(path_type=Path, exists=True, file_okay=False)
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the list as JSON on stdout.")
+def list_runs(folders: tuple[Path, ...], as_json: bool) -> None:
+    """List the runs below FOLDER (the current one): what each measured, when, and whether it is whole."""
+    from turbomill import console
+    from turbomill.reports.list_runs import find_runs
+    from turbomill.reports.tables import runs_table
+
+    console.setup_logging()
+    found = find_runs(folders or (Path(),))
+    if as_json:
+        console.emit_json([row.to_dict() for row in found])
+    else:
+        console.stdout.print(runs_table(found))
 
 
 @click.command(context_settings=SETTINGS)

@@ -78,6 +78,30 @@ def engine(
     show_default=True,
     help="Requests/s of a Poisson process (open loop).",
 )
+@click.option(
+    "--burstiness",
+    default=1.0,
+    show_default=True,
+    help="Of the gaps (gamma distribution): below 1 requests come in bursts, 1 is Poisson.",
+)
+@click.option(
+    "--dataset-path",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="Conversations in ShareGPT's format, whose first questions are sent.",
+)
+@click.option(
+    "--sharegpt-output-len", type=click.IntRange(1), help="Tokens per answer.  [the file's answers']"
+)
+@click.option("--tokenizer", help="With --base-url and --dataset-path: MODEL whose tokenizer counts tokens.")
+@click.option(
+    "--goodput",
+    multiple=True,
+    metavar="NAME:MS",
+    help="An objective, such as ttft:500, tpot:50 or e2el:5000 (repeatable): requests/s that meet all.",
+)
+@click.option("--find-knee", is_flag=True, help="Search the highest rate that meets the objectives.")
+@click.option("--slo-share", default=0.99, show_default=True, help="Share of requests that must meet them.")
+@click.option("--knee-steps", default=6, show_default=True, help="Loads of the search.")
 @click.option("--max-concurrency", type=int, help="Requests at a time (closed loop).  [no limit]")
 @click.option(
     "--ignore-eos/--no-ignore-eos", default=True, show_default=True, help="Answers of exactly that length."
@@ -103,6 +127,13 @@ def serve(
     num_threads: int,
     work_dir: Path | None,
     as_json: bool,
+    dataset_path: Path | None,
+    sharegpt_output_len: int | None,
+    tokenizer: str | None,
+    goodput: tuple[str, ...],
+    find_knee: bool,
+    slo_share: float,
+    knee_steps: int,
     **given: Any,
 ) -> None:
     """Load a server over HTTP: TTFT, TPOT, ITL and end-to-end latency; JSON as `vllm bench serve` has it.
@@ -110,8 +141,10 @@ def serve(
     Give MODEL to start a server for it, or --base-url of one that runs.
     """
     from turbomill import console
-    from turbomill.reports.bench_serve import bench_serve
+    from turbomill.reports.bench_serve import Knee, TraceFile, bench_serve
     from turbomill.reports.load_client import LoadOptions
+    from turbomill.reports.slo import Slo
+    from turbomill.reports.summary import knee_sentence
     from turbomill.reports.tables import serve_tables
 
     console.setup_logging()
@@ -124,13 +157,18 @@ def serve(
         quant_policy=int(quant_policy),
         num_threads=num_threads,
         work_dir=work_dir,
+        slo=Slo.parse(goodput),
+        knee=Knee(slo_share, knee_steps) if find_knee else None,
+        trace=None if dataset_path is None else TraceFile(dataset_path, sharegpt_output_len, tokenizer),
     )
     if as_json:
-        console.emit_json(run.serve[0])
+        console.emit_json(run.serve[0] if run.knee is None else {"knee": run.knee, "loads": run.serve})
     else:
+        if run.knee is not None:
+            console.stdout.print(knee_sentence(run.knee), markup=False, highlight=False)
         for table in serve_tables(run):
             console.stdout.print(table)
-        for error in sorted(set(run.serve[0]["errors"])):
+        for error in sorted({error for load in run.serve for error in load["errors"]}):
             console.stderr.print(f"failed request: {error}", markup=False)
 
 

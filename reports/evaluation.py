@@ -23,6 +23,7 @@ from turbomill.engine.config import EngineConfig
 from turbomill.engine.stores import cache_dir
 from turbomill.engine.turbomind import TurbomindEngine
 from turbomill.errors import UsageError
+from turbomill.reports.journal import Journal
 from turbomill.reports.reference import Reference, ReferenceCache, make_reference, reference_key
 from turbomill.reports.runs import Score, WorstWindow
 from turbomill.reports.scores import Tally, check_logits, score_window, worst
@@ -141,18 +142,49 @@ def score(
     cut: Windows,
     references: References | None,
     name: str,
+    journal: Journal | None = None,
+    part: str = "score",
 ) -> Tally:
-    """Score an engine window by window. Raises LogitsError naming the window whose logits are not finite."""
+    """Score an engine window by window. Raises LogitsError naming the window whose logits are not finite.
+
+    Windows that `journal` has are taken from it, the others are added to it.
+    """
     tally = Tally()
     with console.progress(f"score {name}", cut.count) as task:
         for index, ids in enumerate(cut.ids):
+            done = journal.load(part, index) if journal is not None else None
+            if done is not None:
+                tally.results.append(done)
+                task.advance()
+                continue
             logits = asyncio.run(engine.logits(ids.tolist()))
             check_logits(logits, index, name)
             reference = None if references is None else references[index]
             first = cut.first(index) if isinstance(cut, EvalWindows) else 0
             tally.results.append(score_window(ids.numpy(), logits, reference, first))
+            if journal is not None:
+                journal.save(part, index, tally.results[-1])
             task.advance()
     return tally
+
+
+def journal_of(
+    store: Store,
+    reference: Store | None,
+    cut: EvalWindows,
+    options: EvalOptions,
+    policies: Sequence[int],
+) -> Journal:
+    """Of scoring `store` under these KV policies, each of which is a part of it."""
+    return Journal.of(
+        options.cache,
+        store=store.fingerprint,
+        reference=reference and reference.fingerprint,
+        windows=cut.fingerprint,
+        stride=cut.stride,
+        cache_dtype=options.cache_dtype,
+        policies=list(policies),
+    )
 
 
 def with_worst(score: Score, cut: Windows, tokenizer: Any) -> Score:

@@ -21,9 +21,11 @@ from turbomill.reports.evaluation import (
     References,
     check_comparable,
     describe_options,
+    journal_of,
     read_marker,
     score,
 )
+from turbomill.reports.journal import Journal
 from turbomill.reports.kv_policies import POLICIES
 from turbomill.reports.kv_stats import measure_kv
 from turbomill.reports.memory import shape_of
@@ -154,12 +156,13 @@ def evaluate_kv(
         windows=cut.describe(),
     )
     rows: list[KvPolicy] = []
+    journal = journal_of(store, reference_store, cut, options, kv.policies)
     try:
         references = References(reference_store, cut, options)
         references.prepare()
         layers = _sensitivity(store, cut) if kv.sensitivity else []
         for policy in kv.policies:
-            rows.append(_measure(model, store, policy, cut, references, options, kv))
+            rows.append(_measure(model, store, policy, cut, references, options, kv, journal))
         rows = _judged(rows, layers, kv.thresholds)
         verdict, recommended = conclude(rows)
         run = run.model_copy(update={"kv_layers": layers, "verdict": verdict, "recommended": recommended})
@@ -170,6 +173,7 @@ def evaluate_kv(
         run = run.model_copy(update={"policies": rows})
         if work_dir is not None and (run.error or run.verdict):
             save_run(run, work_dir)
+    journal.finish()
     return run
 
 
@@ -181,13 +185,14 @@ def _measure(
     references: References,
     options: EvalOptions,
     kv: KvOptions,
+    journal: Journal,
 ) -> KvPolicy:
     """One policy's row, not judged yet."""
     name = f"{model} KV {bits_name(policy)}"
     with TurbomindEngine(store, options.engine_config(policy), reason="it is scored") as engine:
         load = decode_load(store, options.window_len)
         speed = measure(engine, load, store.model["vocab_size"], rounds=kv.rounds)
-        tally = score(engine, cut, references, name)
+        tally = score(engine, cut, references, name, journal, f"policy{policy}")
         lengths = context_lengths(options.window_len)
         tokenizer = store.tokenizer() if kv.items else None
         probes = [_no_probes() for _ in lengths]

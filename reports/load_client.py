@@ -24,17 +24,28 @@ LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(frozen=True)
+class LoadRequest:
+    """One request of a load."""
+
+    prompt: str | list[int]
+    prompt_tokens: int
+    output_len: int
+
+
+@dataclass(frozen=True)
 class LoadOptions:
     """What is sent, and when. `request_rate` inf sends everything at once, up to `max_concurrency`."""
 
     num_prompts: int = 32
     input_len: int = 128
     output_len: int = 64
-    request_rate: float = math.inf  # requests/s of a Poisson process: open loop
+    request_rate: float = math.inf  # requests/s: open loop
+    burstiness: float = 1.0  # shape of the gaps' gamma distribution: 1 is a Poisson process, below 1 bursts
     max_concurrency: int | None = None  # requests at a time: closed loop
     ignore_eos: bool = True  # answers of exactly `output_len` tokens
     vocab_size: int = 1000  # prompts are random token ids below this
     seed: int = 0
+    trace: tuple[LoadRequest, ...] = ()  # sent in place of random prompts
 
     def __post_init__(self) -> None:
         for option, value, low in (
@@ -48,6 +59,8 @@ class LoadOptions:
                 raise UsageError(f"{option} {value}: expected at least {low}")
         if not self.request_rate > 0:
             raise UsageError(f"--request-rate {self.request_rate}: expected requests/s above 0, or inf")
+        if not 0 < self.burstiness < math.inf:
+            raise UsageError(f"--burstiness {self.burstiness}: expected a number above 0 (1: Poisson)")
 
     def prompts(self) -> list[list[int]]:
         """Random token ids [num_prompts][input_len]."""
@@ -56,13 +69,23 @@ class LoadOptions:
             [rng.randrange(self.vocab_size) for _ in range(self.input_len)] for _ in range(self.num_prompts)
         ]
 
+    def requests(self) -> list[LoadRequest]:
+        """What is sent: the trace, or random prompts."""
+        if self.trace:
+            return list(self.trace[: self.num_prompts])
+        return [LoadRequest(prompt, self.input_len, self.output_len) for prompt in self.prompts()]
+
     def send_times(self) -> list[float]:
-        """Seconds after the start at which each request is due: gaps of a Poisson process are exponential."""
+        """Seconds after the start at which each request is due.
+
+        Gaps are of a gamma distribution of mean 1 / rate, as in `vllm bench serve`: exponential at
+        burstiness 1.
+        """
         rng = random.Random(self.seed + 1)
-        now, times = 0.0, []
-        for _ in range(self.num_prompts):
+        mean, now, times = 1 / self.request_rate, 0.0, []
+        for _ in range(len(self.requests())):
             times.append(now)
-            now += 0.0 if math.isinf(self.request_rate) else rng.expovariate(self.request_rate)
+            now += rng.gammavariate(self.burstiness, mean / self.burstiness) if mean else 0.0
         return times
 
 
@@ -148,21 +171,21 @@ async def run_load(
     limit = asyncio.Semaphore(options.max_concurrency) if options.max_concurrency else nullcontext()
     base = {
         "model": model,
-        "max_tokens": options.output_len,
         "temperature": 0.0,
         "stream": True,
         "stream_options": {"include_usage": True},
         **({"ignore_eos": True} if options.ignore_eos else {}),
     }
+    schedule = list(zip(options.requests(), options.send_times(), strict=True))
     start = time.perf_counter()
 
-    async def one(prompt: list[int], due: float) -> RequestResult:
+    async def one(request: LoadRequest, due: float) -> RequestResult:
         await asyncio.sleep(max(0.0, start + due - time.perf_counter()))
         async with limit:
-            result = await send(client, {**base, "prompt": prompt}, len(prompt))
+            body = {**base, "prompt": request.prompt, "max_tokens": request.output_len}
+            result = await send(client, body, request.prompt_tokens)
         done()
         return result
 
-    schedule = zip(options.prompts(), options.send_times(), strict=True)
-    results = await asyncio.gather(*[one(prompt, due) for prompt, due in schedule])
+    results = await asyncio.gather(*[one(request, due) for request, due in schedule])
     return results, max(time.perf_counter() - start, 1e-9)

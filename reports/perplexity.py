@@ -14,6 +14,7 @@ from turbomill.reports.evaluation import (
     check_comparable,
     describe_options,
     find_reference,
+    journal_of,
     read_marker,
     score,
     with_worst,
@@ -54,12 +55,14 @@ def evaluate_ppl(
         reference=reference_store and model_card(str(reference), reference_store),
         windows=cut.describe(),
     )
+    journal = journal_of(store, reference_store, cut, options, [quant_policy])
     try:
         references = None if reference_store is None else References(reference_store, cut, options)
         if references is not None:
             references.prepare()
         with TurbomindEngine(store, options.engine_config(quant_policy), reason="it is scored") as engine:
-            result = score(engine, cut, references, model).score()
+            part = f"policy{quant_policy}"
+            result = score(engine, cut, references, model, journal, part).score()
         run = run.model_copy(update={"score": with_worst(result, cut, store.tokenizer())})
     except TurbomillError as error:
         run = run.model_copy(update={"status": "failed", "error": str(error)})
@@ -67,4 +70,5 @@ def evaluate_ppl(
     finally:
         if work_dir is not None and (run.score or run.error):
             save_run(run, work_dir)
+    journal.finish()
     return run

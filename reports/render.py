@@ -11,6 +11,7 @@ from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from turbomill.errors import UsageError
+from turbomill.reports.baseline import Changed
 from turbomill.reports.runs import Run, write_atomic
 from turbomill.reports.view import ReportView, report_view
 
@@ -55,11 +56,11 @@ def render_markdown(view: ReportView) -> str:
     return _environment(False).get_template("report.md.j2").render(report=view)
 
 
-def write_report(runs: Sequence[Run], output: Path) -> tuple[Path, Path]:
+def write_report(runs: Sequence[Run], output: Path, changes: Sequence[Changed] = ()) -> tuple[Path, Path]:
     """Write `output` (.html) and the same name with .md; returns both."""
     if output.suffix.lower() not in (".html", ".htm"):
         raise UsageError(f"--output {output}: expected a name that ends in .html")
-    view = report_view(runs)
+    view = report_view(runs, changes=changes)
     markdown = output.with_suffix(".md")
     page, text = render_html(view), render_markdown(view)
     write_atomic(output, page)

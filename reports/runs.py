@@ -173,6 +173,7 @@ class Run(Record):
     recommended: dict[str, Any] | None = None
     engine: list[Speed] = []
     serve: list[dict[str, Any]] = []  # fields of `vllm bench serve`
+    knee: dict[str, Any] | None = None  # the highest rate that met the SLO; None: not looked for
     layers: list[LayerResult] = []
     question: str | None = None
     answer: str | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from turbomill.reports.quant_log import sentence
 from turbomill.reports.runs import KvPolicy, Run, Variant
@@ -30,6 +31,8 @@ def summarize_runs(runs: Sequence[Run]) -> list[str]:
                 f"{name} decodes at most {number(best.decode_tok_s, 1)} tokens/s, "
                 f"with {best.batch} sequences."
             )
+        if run.knee is not None:
+            lines.append(knee_sentence(run.knee))
         lines += [_load(load) for load in run.serve]
     return lines
 
@@ -85,6 +88,17 @@ def _score(run: Run) -> str:
             f"of the positions, against {run.reference.name}"
         )
     return text + "."
+
+
+def knee_sentence(knee: dict[str, Any]) -> str:
+    """The highest rate that met the objectives."""
+    limits = " and ".join(
+        f"{name.upper()} of at most {limit:g} ms" for name, limit in knee["goodput"].items()
+    )
+    share = percent(knee["share"])
+    if knee["request_rate"] is None:
+        return f"No rate that was tried gave {share} of the requests a {limits}."
+    return f"Up to {number(knee['request_rate'], 2)} requests/s, {share} of the requests have a {limits}."
 
 
 def _load(load: dict[str, object]) -> str:

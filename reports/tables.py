@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
 from rich.markup import escape
@@ -13,6 +14,9 @@ from turbomill.reports.bench_store import StoreSpeed
 from turbomill.reports.compare import Compared
 from turbomill.reports.plan import Fit
 from turbomill.reports.runs import KvPolicy, LayerKv, ModelCard, Run, Score, Speed, Variant
+
+if TYPE_CHECKING:
+    from turbomill.reports.list_runs import FoundRun
 
 
 def show_bytes(value: float | None) -> str:
@@ -33,6 +37,11 @@ def kl_text(value: float | None) -> str:
 def percent(value: float | None) -> str:
     """A share."""
     return "–" if value is None else f"{100 * value:.1f} %"
+
+
+def percent_change(then: float, now: float) -> str:
+    """What became of a number, as a share of it."""
+    return "–" if then == 0 else f"{100 * (now / then - 1):+.1f} %"
 
 
 def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
@@ -222,6 +231,18 @@ def plan_table(fits: Sequence[Fit]) -> Table:
     return _table("Plan", [*columns, *(("fits", "needs GiB", "longest") if asked else ())], rows)
 
 
+def runs_table(found: Sequence[FoundRun]) -> Table:
+    """`runs`."""
+    table = Table(title="Runs", title_justify="left", header_style="bold")
+    for column in ("run", "kind", "status", "time", "says"):
+        table.add_column(column, overflow="fold")
+    for row in found:
+        colour = "" if row.status == "complete" else "red"
+        cells = (row.path, row.kind, row.status, row.time, row.says)
+        table.add_row(*(Text(cell, colour) for cell in cells))
+    return table
+
+
 def speeds_table(speeds: Sequence[Speed]) -> Table:
     """`bench engine`."""
     return _table("Engine", SPEED_COLUMNS, [speed_row(speed) for speed in speeds])
@@ -262,6 +283,11 @@ def serve_tables(run: Run) -> list[Table]:
             ("output tokens/s", number(load["output_throughput"], 1)),
             ("total tokens/s", number(load["total_token_throughput"], 1)),
         ]
-        tables.append(_table("Load", ("", "value"), totals))
+        if "request_goodput" in load:
+            totals.append(("requests/s within the objectives", number(load["request_goodput"], 2)))
+            totals.append(("requests within the objectives", percent(load["slo_share"])))
+        rate = load["request_rate"]
+        title = "Load, sent at once" if rate == "inf" else f"Load of {number(rate, 2)} requests/s"
+        tables.append(_table(title, ("", "value"), totals))
         tables.append(_table("Latency", LATENCY_COLUMNS, latency_rows(load)))
     return tables

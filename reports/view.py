@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from turbomill.reports.baseline import Changed
 from turbomill.reports.plots import Plot, quality_speed, size_quality
 from turbomill.reports.quant_log import COLUMNS as LAYER_COLUMNS
 from turbomill.reports.quant_log import NOTE as LAYER_NOTE
@@ -21,6 +22,7 @@ from turbomill.reports.tables import (
     latency_rows,
     length_rows,
     number,
+    percent_change,
     sensitivity_rows,
     speed_row,
     variant_row,
@@ -37,6 +39,7 @@ class TableView:
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     best: frozenset[int] = frozenset()  # rows to set off
+    bad: frozenset[int] = frozenset()  # rows in red
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,7 @@ class ReportView:
 
     title: str
     summary: list[str]
+    changes: list[TableView]
     tables: list[TableView]
     plots: list[Plot]
     kv_tables: list[TableView]
@@ -75,6 +79,11 @@ SCORE_NOTE = (
     "KL(reference ‖ variant) in nats; top-1 is the share of positions with the same most likely token; "
     "decode speed is of one sequence."
 )
+CHANGE_COLUMNS = ("model", "figure", "baseline", "now", "change", "verdict")
+CHANGE_NOTE = (
+    "Worse or better: by more than the tolerance and, where both scored the same windows of text, by more "
+    "than chance (paired bootstrap, p below 0.05)."
+)
 LENGTH_NOTE = (
     "Positions whose context is longer than the length above and at most this one. Passkey: a five-digit "
     "number found again in so many tokens; copy: lines of code repeated exactly."
@@ -86,13 +95,16 @@ SENSITIVITY_NOTE = (
 KV_NOTE = "Bytes per token count keys and values of all layers, with the scales and zeros of 8 and 4 bits."
 
 
-def report_view(runs: Sequence[Run], title: str = "Turbomill report") -> ReportView:
-    """Gather `runs`, in order."""
+def report_view(
+    runs: Sequence[Run], title: str = "Turbomill report", changes: Sequence[Changed] = ()
+) -> ReportView:
+    """Gather `runs`, in order; `changes` are theirs against a baseline."""
     variants = [variant for run in runs for variant in _variants(run)]
     plots = [plot for plot in (size_quality(variants), quality_speed(variants)) if plot is not None]
     return ReportView(
         title=title,
-        summary=summarize_runs(runs) or ["Nothing was measured."],
+        summary=[*_change_sentences(changes), *(summarize_runs(runs) or ["Nothing was measured."])],
+        changes=[_change_table(changes)] if changes else [],
         tables=[_variant_table(variants)] if variants else [],
         plots=plots,
         kv_tables=_kv_tables(runs, variants),
@@ -101,6 +113,25 @@ def report_view(runs: Sequence[Run], title: str = "Turbomill report") -> ReportV
         dialogues=[(run.question, run.answer) for run in runs if run.question and run.answer is not None],
         runs=[_run_view(number + 1, run) for number, run in enumerate(runs)],
     )
+
+
+def _change_sentences(changes: Sequence[Changed]) -> list[str]:
+    if not changes:
+        return []
+    worse = [f"{c.metric} of {c.name}" for c in changes if c.change == "worse"]
+    if not worse:
+        return [f"Against the baseline none of {len(changes)} figures is worse."]
+    count = f"{len(worse)} of {len(changes)} figures"
+    return [f"REGRESSION: against the baseline {count} are worse: {'; '.join(worse)}."]
+
+
+def _change_table(changes: Sequence[Changed]) -> TableView:
+    rows = tuple(
+        (c.name, c.metric, number(c.then, 4), number(c.now, 4), percent_change(c.then, c.now), c.change)
+        for c in changes
+    )
+    bad = frozenset(i for i, c in enumerate(changes) if c.change == "worse")
+    return TableView("Against the baseline", CHANGE_NOTE, CHANGE_COLUMNS, rows, bad=bad)
 
 
 def _variants(run: Run) -> list[Variant]:

@@ -25,6 +25,7 @@ COMMANDS = {
     "plan": ("turbomill.reports.cli", "plan"),
     "bench": ("turbomill.reports.cli_bench", "bench"),
     "report": ("turbomill.reports.cli", "report"),
+    "runs": ("turbomill.reports.cli", "list_runs"),
     "demo": ("turbomill.reports.cli", "demo"),
     "check_env": ("turbomill.reports.check_env", "check_env"),
 }

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import math
-import time
 
 import httpx
 import numpy as np
@@ -156,10 +155,8 @@ async def test_concurrency_is_limited():
 
 async def test_open_loop_does_not_wait_for_answers():
     """At 200 requests/s and answers that take 50 ms, many run at once."""
-    arrivals = []
 
     async def handler(request):
-        arrivals.append(time.perf_counter())
         await asyncio.sleep(0.05)
         return httpx.Response(200, text=chunk("a", "length") + "data: [DONE]\n\n")
 
@@ -168,7 +165,7 @@ async def test_open_loop_does_not_wait_for_answers():
         results, _ = await run_load(client, "m", options)
     assert summarize(results, 1.0)["max_concurrent_requests"] > 3
     # Never before it was due.
-    assert arrivals[-1] - arrivals[0] >= options.send_times()[-1] - 0.01
+    assert results[-1].start - results[0].start >= options.send_times()[-1] - 0.01
 
 
 def scripted(monkeypatch, fail):
