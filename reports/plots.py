@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import plotly.graph_objects as go
 
@@ -112,3 +113,29 @@ def quality_speed(variants: Sequence[Variant]) -> Plot | None:
     figure = _figure(traces, "decode speed (tokens/s, one sequence)", kind)
     caption = "Lower is closer to the reference, further right is faster. The legend hides and shows."
     return Plot("quality-speed", "Quality and speed", caption, _alt(told, "tokens/s", kind), _spec(figure))
+
+
+def rate_latency(loads: Sequence[dict[str, Any]], knee: float | None, number: int) -> Plot | None:
+    """Time to first token against the rate of requests, and the knee; None with fewer than two rates.
+
+    `number` keeps plots of several runs apart. What was sent at once has no rate, and is left out.
+    """
+    paced = [load for load in loads if load["request_rate"] != "inf" and load["median_ttft_ms"] is not None]
+    if len(paced) < 2:
+        return None
+    rates = [float(load["request_rate"]) for load in paced]
+    traces, told = [], []
+    for name, field in (("median", "median_ttft_ms"), ("p99", "p99_ttft_ms")):
+        values = [float(load[field]) for load in paced]
+        told += [(f"{name} at {rate:.3g} requests/s", rate, y) for rate, y in zip(rates, values, strict=True)]
+        hover = f"{name}: %{{y:.0f}} ms at %{{x:.2f}} requests/s<extra></extra>"
+        traces.append(go.Scatter(x=rates, y=values, name=name, mode="lines+markers", hovertemplate=hover))
+    alt = _alt(told, "requests/s", "ms")
+    if knee is not None:
+        top = max(y for _, _, y in told)
+        hover = "knee: %{x:.2f} requests/s<extra></extra>"
+        traces.append(go.Scatter(x=[knee, knee], y=[0, top], name="knee", mode="lines", hovertemplate=hover))
+        alt += f" The knee is at {knee:.4g} requests/s."
+    figure = _figure(traces, "requests/s", "time to first token (ms)")
+    caption = "Right of the knee the objectives are missed. The legend hides and shows."
+    return Plot(f"rate-latency-{number}", "Latency against rate", caption, alt, _spec(figure))

@@ -38,6 +38,7 @@ def _environment(escape: bool) -> Environment:
 
 def render_html(view: ReportView) -> str:
     """The page. Scripts and styles are inside it, plotly's once and only where there is a plot."""
+    plots = [*view.plots, *view.speed_plots]
     return (
         _environment(True)
         .get_template("report.html.j2")
@@ -45,8 +46,8 @@ def render_html(view: ReportView) -> str:
             report=view,
             style=Markup((TEMPLATES / "report.css").read_text(encoding="utf-8")),
             script=Markup((TEMPLATES / "report.js").read_text(encoding="utf-8")),
-            plotly=Markup(get_plotlyjs()) if view.plots else "",
-            specs={plot.id: Markup(plot.spec) for plot in view.plots},
+            plotly=Markup(get_plotlyjs()) if plots else "",
+            specs={plot.id: Markup(plot.spec) for plot in plots},
         )
     )
 

@@ -33,7 +33,8 @@ def summarize_runs(runs: Sequence[Run]) -> list[str]:
             )
         if run.knee is not None:
             lines.append(knee_sentence(run.knee))
-        lines += [_load(load) for load in run.serve]
+        else:
+            lines += [_load(load) for load in run.serve]
     return lines
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from turbomill.reports.baseline import Changed
-from turbomill.reports.plots import Plot, quality_speed, size_quality
+from turbomill.reports.plots import Plot, quality_speed, rate_latency, size_quality
 from turbomill.reports.quant_log import COLUMNS as LAYER_COLUMNS
 from turbomill.reports.quant_log import NOTE as LAYER_NOTE
 from turbomill.reports.quant_log import layer_rows
@@ -69,6 +69,7 @@ class ReportView:
     plots: list[Plot]
     kv_tables: list[TableView]
     speed_tables: list[TableView]
+    speed_plots: list[Plot]
     layer_tables: list[TableView]
     dialogues: list[tuple[str, str]]
     runs: list[RunView]
@@ -109,6 +110,7 @@ def report_view(
         plots=plots,
         kv_tables=_kv_tables(runs, variants),
         speed_tables=[table for run in runs for table in _speed_tables(run)],
+        speed_plots=[plot for i, run in enumerate(runs) if (plot := _rate_plot(run, i)) is not None],
         layer_tables=[_layer_table(run) for run in runs if run.layers],
         dialogues=[(run.question, run.answer) for run in runs if run.question and run.answer is not None],
         runs=[_run_view(number + 1, run) for number, run in enumerate(runs)],
@@ -202,8 +204,12 @@ def _speed_tables(run: Run) -> list[TableView]:
             "output tokens/s. Latencies in milliseconds."
         )
         rows = tuple(latency_rows(load))
-        tables.append(TableView(f"Server, {load['model_id']}", note, LATENCY_COLUMNS, rows))
+        tables.append(TableView(f"Server, {load['model_id']}, {pace}", note, LATENCY_COLUMNS, rows))
     return tables
+
+
+def _rate_plot(run: Run, number: int) -> Plot | None:
+    return rate_latency(run.serve, None if run.knee is None else run.knee["request_rate"], number)
 
 
 def _layer_table(run: Run) -> TableView:

@@ -23,10 +23,13 @@ COMMAND_LINES = [
     ["eval"],
     ["eval", "ppl"],
     ["eval", "kv"],
+    ["eval", "compare"],
+    ["plan"],
     ["bench"],
     ["bench", "engine"],
     ["bench", "serve"],
     ["report"],
+    ["runs"],
     ["demo"],
     ["check_env"],
 ]

@@ -27,11 +27,11 @@ def test_from_checkpoint_to_report(turbomill, tiny, text):
     ppl = result(turbomill("eval", "ppl", "rtn", *sizes, "--work-dir", "runs/ppl"))
     assert ppl["ppl"] > 1 and ppl["kl"] > 0 and 0 < ppl["top1"] <= 1 and ppl["positions"] == 128
     assert ppl["reference"]["name"] == str(tiny), "the source was recorded by lite"
-    kv = result(turbomill("eval", "kv", tiny, *sizes, "--test-round", 1, "--work_dir", "runs/kv"))
+    judged = turbomill("eval", "kv", tiny, *sizes, "--test-round", 1, "--work_dir", "runs/kv")
+    kv = json.loads(judged.stdout)
     assert [p["name"] for p in kv["policies"]] == ["16", "8", "4"]
-    assert {"bits_per_token", "bytes_per_token", "ppl", "kl", "top1", "decode_tok_s"} <= kv["policies"][
-        0
-    ].keys()
+    assert {"bits_per_token", "ppl", "kl", "by_length", "verdict"} <= kv["policies"][0].keys()
+    assert judged.returncode == {"safe": 0, "test first": 3, "do not use": 4}[kv["verdict"]]
     grid = ["--concurrency", "1,2", "--prompt_tokens", "8", "--completion-tokens", "64", "--test-round", 1]
     bench = result(turbomill("bench", "engine", tiny, *grid, "--work-dir", "runs/bench", "--json"))
     assert [(s["batch"], s["prompt_tokens"]) for s in bench["engine"]] == [(1, 8), (2, 8)]
@@ -40,6 +40,13 @@ def test_from_checkpoint_to_report(turbomill, tiny, text):
     page = (turbomill.folder / "page.html").read_text()
     assert "perplexity" in page and "KV cache" in page and "Engine" in page
     assert "KL" in (turbomill.folder / "page.md").read_text()
+    assert {run["kind"] for run in result(turbomill("runs", "runs", "--json"))} == {
+        "ppl",
+        "kv",
+        "bench_engine",
+    }
+    worse = turbomill("report", "runs/kv", "--baseline", "runs/kv", "--output", "same.html")
+    assert worse.returncode == 0, "a run is no worse than itself"
 
 
 def test_tables_are_for_people(turbomill, tiny_store, text):

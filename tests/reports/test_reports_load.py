@@ -15,10 +15,12 @@ from turbomill.reports import bench_serve as module
 from turbomill.reports.bench_serve import Knee, TraceFile, bench_serve
 from turbomill.reports.latency import RequestResult
 from turbomill.reports.load_client import LoadOptions, LoadRequest
+from turbomill.reports.render import render_html
 from turbomill.reports.runs import load_run
 from turbomill.reports.slo import Slo, find_knee
 from turbomill.reports.summary import summarize_runs
 from turbomill.reports.traces import read_sharegpt
+from turbomill.reports.view import report_view
 
 
 @pytest.mark.parametrize("shape", [0.25, 1.0, 4.0])
@@ -187,6 +189,24 @@ def test_goodput_and_knee_of_a_run(monkeypatch, tmp_path):
     never = bench_serve(options, base_url="http://x", slo=Slo(ttft=1e-6), knee=Knee(steps=2))
     assert never.knee["request_rate"] is None and [s["slo_share"] for s in never.serve] == [0, 0, 0]
     assert "No rate that was tried" in summarize_runs([never])[0]
+
+
+def test_latency_against_rate_is_drawn_with_the_knee(monkeypatch):
+    """The loads that had a rate, in a plot of the page; plotly is inside it."""
+    scripted(monkeypatch, [])
+    options = LoadOptions(num_prompts=3, input_len=2)
+    run = bench_serve(options, base_url="http://x", slo=Slo(ttft=1e-6), knee=Knee(steps=3))
+    run = run.model_copy(update={"knee": {**run.knee, "request_rate": 1.25}})
+    (plot,) = report_view([run]).speed_plots
+    figure = json.loads(plot.spec)
+    rates = [load["request_rate"] for load in run.serve[:-1]]
+    assert [trace["name"] for trace in figure["data"]] == ["median", "p99", "knee"] and len(rates) == 3
+    assert figure["data"][1]["y"] == [load["p99_ttft_ms"] for load in run.serve[:-1]]
+    assert figure["data"][2]["x"] == [1.25, 1.25] and "The knee is at 1.25 requests/s" in plot.alt
+    page = render_html(report_view([run, run]))
+    assert page.count('id="rate-latency-') == 2 and 'data-plot="rate-latency-1"' in page and "Plotly" in page
+    single = bench_serve(options, base_url="http://x")
+    assert report_view([single]).speed_plots == [] and "Plotly" not in render_html(report_view([single]))
 
 
 def test_what_is_asked_for_must_make_sense(tmp_path):
