@@ -5,6 +5,7 @@
 #include <pybind11/pybind11.h>
 
 #include <stdexcept>
+#include <vector>
 
 #include "python/register.h"
 
@@ -23,31 +24,32 @@ int tiles(py::ssize_t size) {
     return int((size + 63) / 64);
 }
 
-Bytes pack(const Bytes& codes, int threads) {
-    require(codes.ndim() == 2, "codes must be [K, N]");
-    const int k = int(codes.shape(0)), n = int(codes.shape(1));
-    Bytes out({tiles(n), tiles(k), 4, 32, 16});
-    uint8_t* to = out.mutable_data();
+// A new array that `fill(bytes, pool)` writes, without the interpreter's lock.
+template <class Fill>
+Bytes filled(const std::vector<py::ssize_t>& shape, int threads, const Fill& fill) {
+    Bytes out(shape);
+    uint8_t* bytes = out.mutable_data();
     {
         const py::gil_scoped_release unlocked;
         ThreadPool pool(threads);
-        pack_w4(codes.data(), k, n, to, pool);
+        fill(bytes, pool);
     }
     return out;
+}
+
+Bytes pack(const Bytes& codes, int threads) {
+    require(codes.ndim() == 2, "codes must be [K, N]");
+    const int k = int(codes.shape(0)), n = int(codes.shape(1));
+    return filled({tiles(n), tiles(k), 4, 32, 16}, threads,
+                  [&, from = codes.data()](uint8_t* to, auto& pool) { pack_w4(from, k, n, to, pool); });
 }
 
 Bytes unpack(const Bytes& packed, int k, int n, int threads) {
     require(packed.ndim() == 5 && packed.shape(0) == tiles(n) && packed.shape(1) == tiles(k) &&
                 packed.size() == py::ssize_t(tiles(n)) * tiles(k) * 2048,
             "packed must be [ceil(N/64), ceil(K/64), 4, 32, 16]");
-    Bytes out({k, n});
-    uint8_t* to = out.mutable_data();
-    {
-        const py::gil_scoped_release unlocked;
-        ThreadPool pool(threads);
-        unpack_w4(packed.data(), k, n, to, pool);
-    }
-    return out;
+    return filled({k, n}, threads,
+                  [&, from = packed.data()](uint8_t* to, auto& pool) { unpack_w4(from, k, n, to, pool); });
 }
 
 const uint32_t* words_of(const Words& words) {
@@ -57,27 +59,17 @@ const uint32_t* words_of(const Words& words) {
 Bytes awq(const Words& words, int threads) {
     require(words.ndim() == 2, "words must be [R, N/8]");
     const int rows = int(words.shape(0)), n = int(words.shape(1)) * 8;
-    Bytes out({rows, n});
-    uint8_t* to = out.mutable_data();
-    {
-        const py::gil_scoped_release unlocked;
-        ThreadPool pool(threads);
-        unpack_awq(words_of(words), rows, n, to, pool);
-    }
-    return out;
+    return filled({rows, n}, threads, [&, from = words_of(words)](uint8_t* to, auto& pool) {
+        unpack_awq(from, rows, n, to, pool);
+    });
 }
 
 Bytes nibbles(const Words& words, int k, int threads) {
     require(words.ndim() == 2 && words.shape(0) == (k + 7) / 8, "words must be [ceil(K/8), N]");
     const int n = int(words.shape(1));
-    Bytes out({k, n});
-    uint8_t* to = out.mutable_data();
-    {
-        const py::gil_scoped_release unlocked;
-        ThreadPool pool(threads);
-        unpack_nibbles(words_of(words), k, n, to, pool);
-    }
-    return out;
+    return filled({k, n}, threads, [&, from = words_of(words)](uint8_t* to, auto& pool) {
+        unpack_nibbles(from, k, n, to, pool);
+    });
 }
 
 }  // namespace
