@@ -113,9 +113,9 @@ class QuantLinear:
             raise CheckpointError(f"{name}: a code or zero does not fit in {self.scheme.bits} bits")
         if self.scheme.symmetric and not bool((self.zeros == top // 2).all()):
             raise CheckpointError(f"{name}: the scheme is symmetric, but not all zeros are {top // 2}")
-        if not bool(torch.isfinite(self.scales).all()):
+        if not all_finite(self.scales):
             raise CheckpointError(f"{name}: scales hold inf or NaN")
-        if self.mins is not None and not bool(torch.isfinite(self.mins).all()):
+        if self.mins is not None and not all_finite(self.mins):
             raise CheckpointError(f"{name}: minima hold inf or NaN")
 
     def dequantize(self) -> Tensor:
@@ -134,9 +134,15 @@ class QuantLinear:
 Linear = DenseLinear | QuantLinear
 
 
+def all_finite(values: Tensor) -> bool:
+    """Whether there is neither inf nor NaN in fp16, bf16 or fp32 values: their sum in fp64 cannot overflow,
+    and shows either. Several times faster than asking each of them."""
+    return bool(torch.isfinite(values.sum(dtype=torch.float64)))
+
+
 def storable_scales(name: str, scales: Tensor) -> Tensor:
     """Scales in 16 bits: fp16 or bf16 as they are, fp32 as fp16. Raises CheckpointError beyond its range."""
     stored = scales if scales.dtype in (torch.float16, torch.bfloat16) else scales.half()
-    if not bool(torch.isfinite(stored).all()):
+    if not all_finite(stored):
         raise CheckpointError(f"{name}: scales beyond fp16 (65504); quantize a bf16 model instead")
     return stored.contiguous()

@@ -27,6 +27,8 @@ def stored_group(group: int, k: int) -> int:
 
 
 def _pad(matrix: Tensor, rows: int, columns: int) -> Tensor:
+    if tuple(matrix.shape) == (rows, columns):
+        return matrix
     return torch.nn.functional.pad(matrix, (0, columns - matrix.shape[1], 0, rows - matrix.shape[0]))
 
 
@@ -65,7 +67,7 @@ def pack_groups(values: Tensor, group: int, k: int) -> Tensor:
     """Scales or zeros [G, N] of `group` rows each -> [Np/64, Kp/stored_group, 64], rows in pair order."""
     _, n = values.shape
     stored = stored_group(group, k)
-    if group < k:
+    if group < k and group > stored:
         values = values.repeat_interleave(group // stored, dim=0)[: -(-k // stored)]
     groups = padded(k) // stored
     rows = _pad(values, groups, padded(n)).reshape(groups, padded(n) // TILE, 4, 2, 8)  # G bn s h g

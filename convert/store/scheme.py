@@ -13,7 +13,14 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from turbomill.convert.linear import DenseLinear, Linear, QuantLinear, QuantScheme, storable_scales
+from turbomill.convert.linear import (
+    DenseLinear,
+    Linear,
+    QuantLinear,
+    QuantScheme,
+    all_finite,
+    storable_scales,
+)
 from turbomill.errors import CheckpointError
 
 BITS = 4
@@ -63,7 +70,7 @@ def as_stored(name: str, linear: Linear, scheme: QuantScheme | None, dtype: torc
 
 def _in(dtype: torch.dtype, name: str, mins: Tensor) -> Tensor:
     stored = mins.to(dtype)
-    if not bool(torch.isfinite(stored).all()):
+    if not all_finite(stored):
         raise CheckpointError(f"{name}: a group's minimum is beyond {dtype}")
     return stored
 
@@ -82,6 +89,6 @@ def _dense(name: str, linear: Linear, dtype: torch.dtype) -> Tensor:
     if isinstance(linear, DenseLinear) and linear.weight.dtype == dtype:
         return linear.weight
     weight = linear.dequantize().to(dtype)
-    if not bool(torch.isfinite(weight).all()):
+    if not all_finite(weight):
         raise CheckpointError(f"{name}: dequantized weights exceed {dtype}; quantize a bf16 model instead")
     return weight

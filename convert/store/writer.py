@@ -15,6 +15,7 @@ from turbomill.convert.store.plan import Planned, Step
 
 PAGE = 4096
 LINE = 64
+MAKERS = 2  # threads that make tensors while others are written
 SHARD_BYTES = 1 << 30  # a shard's checksum is taken, from the page cache, while the next one is written
 
 
@@ -23,7 +24,7 @@ def write_shards(
 ) -> tuple[dict[str, TensorInfo], dict[str, str]]:
     """Write every tensor; `done(nbytes)` after each. Returns where each lies, and the shards' checksums.
 
-    Memory: the tensors of two steps, as one is made while the one before it is written.
+    Memory: the tensors of MAKERS + 1 steps, as some are made while the one before them is written.
     """
     shards = _split(steps, shard_bytes)
     infos: dict[str, TensorInfo] = {}
@@ -55,10 +56,10 @@ def write_shards(
 def _made_ahead(steps: Sequence[Step]) -> Iterator[tuple[Step, int, list[Tensor]]]:
     """Each step's tensors, expert by expert; the next are being made while the last are used."""
     pieces = [(step, expert) for step in steps for expert in range(max(step.experts, 1))]
-    with ThreadPoolExecutor(1) as making:
+    with ThreadPoolExecutor(MAKERS) as making:
         ahead: list[Future[list[Tensor]]] = []
         for index, (step, expert) in enumerate(pieces):
-            while len(ahead) < 2 and index + len(ahead) < len(pieces):
+            while len(ahead) <= MAKERS and index + len(ahead) < len(pieces):
                 following, part = pieces[index + len(ahead)]
                 ahead.append(making.submit(following.build, part))
             yield step, expert, ahead.pop(0).result()

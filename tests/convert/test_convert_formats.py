@@ -11,7 +11,7 @@ from turbomill.convert.formats.compressed_tensors import CompressedTensorsFormat
 from turbomill.convert.formats.dense import DenseFormat
 from turbomill.convert.formats.find import find_format
 from turbomill.convert.formats.gptq import GptqFormat
-from turbomill.convert.linear import DenseLinear, QuantScheme
+from turbomill.convert.linear import DenseLinear, QuantScheme, all_finite
 from turbomill.errors import CheckpointError, UnsupportedModelError
 
 
@@ -337,3 +337,15 @@ def test_linear_validation(make_linear):
 def test_malformed_quantization_config():
     with pytest.raises(CheckpointError, match="quantization_config is malformed"):
         find_format({"quantization_config": {"quant_method": "gptq", "bits": "four"}})
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_finite_is_told_from_a_sum(dtype):
+    largest = torch.full((64, 512), torch.finfo(dtype).max, dtype=dtype)
+    assert all_finite(largest) and all_finite(-largest) and all_finite(torch.zeros(0, dtype=dtype))
+    for bad in (float("inf"), -float("inf"), float("nan")):
+        values = largest.clone()
+        values[3, 7] = bad
+        assert not all_finite(values)
+        values[5, 9] = -bad
+        assert not all_finite(values)
