@@ -134,7 +134,7 @@ def test_server_runs_until_a_signal(fake_model, fake_core, capsys):
     seen = {}
 
     def client():
-        for _ in range(500):
+        for _ in range(6000):  # a minute: less than that was not enough on a busy machine
             if match := re.search(r"ready at (http://\S+)/v1", capsys.readouterr().err):
                 seen["health"] = httpx.get(f"{match[1]}/health").json()
                 break
