@@ -116,7 +116,9 @@ def test_conversation_forgets_the_oldest_when_the_session_is_full(make_fake_engi
     assert "aaaaa" not in prompt and "ggggg" in prompt and len(prompt) <= 110
 
 
-def test_interrupting_an_answer_keeps_what_was_said(fake_engine):
+def test_interrupting_an_answer_keeps_what_was_said(fake_engine, fake_core, monkeypatch):
+    # Eight seconds for the whole answer: even a busy machine interrupts it before its end.
+    monkeypatch.setattr(fake_core, "STEP_SECONDS", 0.02)
     conversation = Conversation(fake_engine, GenerationConfig(max_new_tokens=400))
     pieces = []
 
@@ -127,6 +129,7 @@ def test_interrupting_an_answer_keeps_what_was_said(fake_engine):
 
     answer = conversation.say("a", write)
     assert 3 <= len(answer) < 400 and pieces[-1] == " [stopped]"
+    monkeypatch.setattr(fake_core, "STEP_SECONDS", 0.0)
     assert len(conversation.say("b", lambda text: None)) > 0
 
 
