@@ -1,18 +1,15 @@
-"""Any checkpoint as a transformers model or a dense Hugging Face directory: the reference for the rest."""
+"""Any checkpoint as a transformers model: the reference for the rest."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from turbomill.convert.checkpoint import Checkpoint
-from turbomill.convert.formats.dense import DenseFormat
 from turbomill.convert.runnable import runnable
-from turbomill.convert.writer import CheckpointWriter
 from turbomill.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -68,19 +65,3 @@ def _quiet() -> Iterator[None]:
     finally:
         if shown:
             logging.enable_progress_bar()
-
-
-def write_hf(checkpoint: Checkpoint, dst: Path) -> Path:
-    """Materialise `checkpoint` as a dense Hugging Face directory at `dst` (replaced if it exists)."""
-    config = {key: value for key, value in checkpoint.config.items() if key != "quantization_config"}
-    linears = set(checkpoint.arch.linear_prefixes(checkpoint.config))
-    dense = DenseFormat()
-    with CheckpointWriter(dst, config) as writer:
-        for name in checkpoint.names():
-            if name.rpartition(".")[0] not in linears:
-                writer.add(name, checkpoint.tensor(name))
-        for prefix in sorted(linears):
-            for name, tensor in dense.pack(prefix, checkpoint.linear(prefix)).items():
-                writer.add(name, tensor)
-        checkpoint.copy_sidecars(writer.path)
-    return Path(dst)

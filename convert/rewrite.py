@@ -39,7 +39,11 @@ def rewrite(model: str | Path, dst: Path, target: TargetFormat, *, force: bool =
     `hf` dequantizes, in the dtype of the scales. Raises UsageError for what the format cannot hold, before
     anything is written, and CheckpointError for the model.
     """
-    source = open_any(model)
+    return rewrite_checkpoint(open_any(model), dst, target, force=force)
+
+
+def rewrite_checkpoint(source: Checkpoint, dst: Path, target: TargetFormat, *, force: bool = False) -> Path:
+    """The same of an open checkpoint."""
     dst = Path(dst).expanduser().absolute()
     check_destination(dst, source.path, force, marker=MARKER, what="a checkpoint of turbomill's")
     shapes = source.arch.linear_shapes(source.config)

@@ -7,7 +7,7 @@ from architectures import CASES
 
 from turbomill.convert.checkpoint import open_checkpoint
 from turbomill.convert.diff import diff
-from turbomill.convert.reference import write_hf
+from turbomill.convert.rewrite import rewrite
 from turbomill.convert.store import convert_checkpoint
 from turbomill.quant import QuantOptions, quantize
 
@@ -34,7 +34,7 @@ def test_rounding_is_measured_linear_by_linear(turbomill, tiny, tmp_path):
     assert line["relative"] == pytest.approx(float((a - b).square().sum() / a.square().sum()), rel=1e-4)
     assert line["largest"] == pytest.approx(float((a - b).abs().max()))
     # The same weights, stored in another way, are equal.
-    write_hf(open_checkpoint(work), tmp_path / "dense")
+    rewrite(work, tmp_path / "dense", "hf")
     assert turbomill("diff", tiny, tiny).returncode == 0
     again = diff(work, tmp_path / "dense")
     assert all(line.largest < 1e-3 for line in again.tensors)  # dense in fp16: rounded once more

@@ -12,7 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from turbomill.convert.checkpoint import open_checkpoint
 from turbomill.convert.describe import describe
 from turbomill.convert.linear import QuantLinear, QuantScheme
-from turbomill.convert.reference import load_dense_model, write_hf
+from turbomill.convert.reference import load_dense_model
+from turbomill.convert.rewrite import rewrite_checkpoint
 from turbomill.convert.store import convert_checkpoint
 from turbomill.convert.store.verify import check_tensors_against
 from turbomill.errors import CheckpointError, UnsupportedModelError
@@ -473,7 +474,7 @@ def test_demo_equals_transformers_reader(demo):
 @pytest.mark.slow
 @pytest.mark.demo_model
 def test_demo_as_hf_directory_answers_paris(demo, tmp_path):
-    reopened = open_checkpoint(write_hf(demo, tmp_path / "hf"))
+    reopened = open_checkpoint(rewrite_checkpoint(demo, tmp_path / "hf", "hf"))
     tokenizer = reopened.tokenizer()
     assert tokenizer.chat_template and reopened.eos_token_ids == [2]
     ids = tokenizer.apply_chat_template(

@@ -12,7 +12,8 @@ from turbomill.convert.formats.awq import AwqFormat
 from turbomill.convert.formats.compressed_tensors import CompressedTensorsFormat
 from turbomill.convert.formats.gptq import GptqFormat
 from turbomill.convert.linear import DenseLinear, QuantLinear, QuantScheme
-from turbomill.convert.reference import load_dense_model, write_hf
+from turbomill.convert.reference import load_dense_model
+from turbomill.convert.rewrite import rewrite_checkpoint
 from turbomill.convert.store import convert_checkpoint, open_store
 from turbomill.errors import CheckpointError, UnsupportedModelError, UsageError
 
@@ -163,7 +164,7 @@ def test_reference_model_of_a_quantized_checkpoint(tiny, quantized, tmp_path):
         assert torch.equal(module.weight, linear.dequantize())
         if linear.bias is not None:
             assert torch.equal(module.bias, linear.bias.float())
-    dense = open_checkpoint(write_hf(open_checkpoint(path), tmp_path / "dense"))
+    dense = open_checkpoint(rewrite_checkpoint(open_checkpoint(path), tmp_path / "dense", "hf"))
     assert dense.scheme is None and "quantization_config" not in dense.config
     name = next(iter(linears))
     assert torch.equal(dense.linear(name).weight, linears[name].dequantize().half())

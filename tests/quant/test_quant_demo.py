@@ -7,7 +7,7 @@ from quality import compare
 
 from turbomill.calib_data import load_windows
 from turbomill.convert.checkpoint import open_checkpoint
-from turbomill.convert.reference import write_hf
+from turbomill.convert.rewrite import rewrite_checkpoint
 from turbomill.quant import QuantOptions, quantize
 
 LAYERS = 2  # enough to tell the methods apart, in under a minute
@@ -20,7 +20,7 @@ def first_layers(dst: Path) -> Path:
     kept = [n for n in names if not n.startswith("model.layers.") or int(n.split(".")[2]) < LAYERS]
     checkpoint.config = {**checkpoint.config, "num_hidden_layers": LAYERS}
     checkpoint.names = lambda: kept  # type: ignore[method-assign]
-    return write_hf(checkpoint, dst)
+    return rewrite_checkpoint(checkpoint, dst, "hf")
 
 
 @pytest.mark.demo_model
