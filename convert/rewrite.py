@@ -59,13 +59,13 @@ def rewrite_checkpoint(source: Checkpoint, dst: Path, target: TargetFormat, *, f
     config = {**config, "quantization_config": described} if described else config
     parameters = sum(k * n for k, n in sizes.values())
     require_space(dst, source.disk_bytes if described or source.scheme is None else 2 * parameters)
-    dense, before = DenseFormat(), {f"{prefix}." for prefix in sizes}
+    dense = DenseFormat()
     with (
         CheckpointWriter(dst, config, staged=StagedDirectory(dst)) as writer,
         console.progress("rewrite", len(sizes)) as task,
     ):
         for name in source.names():
-            if f"{name.rpartition('.')[0]}." not in before and not IGNORED.search(name):
+            if name.rpartition(".")[0] not in sizes and not IGNORED.search(name):
                 writer.add(name, source.tensor(name))
         for prefix in sizes:
             linear = _fitting(prefix, source.linear(prefix), target)
@@ -130,11 +130,8 @@ def _fitting(prefix: str, linear: Linear, target: TargetFormat) -> Linear:
         raise CheckpointError(
             f"{prefix}: has a zero of 0, about which readers of GPTQ v1 disagree; use --to gptq_v2"
         )
-    if (
-        target not in ("hf", "gptq", "gptq_v2")
-        and isinstance(linear, QuantLinear)
-        and linear.order is not None
-    ):
+    ordered = isinstance(linear, QuantLinear) and linear.order is not None
+    if ordered and target in ("awq", "compressed-tensors"):
         raise CheckpointError(
             f"{prefix}: its rows are in an order of their own (desc_act), which only GPTQ holds: --to gptq_v2"
         )

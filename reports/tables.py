@@ -10,12 +10,12 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from turbomill.reports.bench_store import StoreSpeed
 from turbomill.reports.compare import Compared
 from turbomill.reports.plan import Fit
 from turbomill.reports.runs import KvPolicy, LayerKv, ModelCard, Run, Score, Speed, Variant
 
 if TYPE_CHECKING:
+    from turbomill.reports.bench_store import StoreSpeed
     from turbomill.reports.list_runs import FoundRun
 
 

@@ -168,13 +168,12 @@ class StoreCheckpoint(Checkpoint):
     def _group(self, grid: StoredGrid | QuantLinear, k: int) -> int:
         """The model's own group where the stored ones repeat it, a group that spans K, or the stored one."""
         stored, model = grid.scheme.group, self.scheme
-        wanted = [] if model is None else [k if model.group <= 0 else min(model.group, k)]
-        for group in wanted:
-            if group >= stored and (group == k or group % stored == 0):
-                step = _repeats(stored, group)
-                values = [value for value in (grid.scales, grid.zeros, grid.mins) if value is not None]
-                if all(torch.equal(v[::step].repeat_interleave(step, 0)[: len(v)], v) for v in values):
-                    return group
+        group = k if model is None or model.group <= 0 else min(model.group, k)
+        if model is not None and group >= stored and (group == k or group % stored == 0):
+            step = _repeats(stored, group)
+            values = [value for value in (grid.scales, grid.zeros, grid.mins) if value is not None]
+            if all(torch.equal(v[::step].repeat_interleave(step, 0)[: len(v)], v) for v in values):
+                return group
         return min(stored, k)
 
     def _without_offset(self, stored: Tensor) -> Tensor:

@@ -90,9 +90,9 @@ def test_block_length_does_not_matter(block_len: int, dtype: str) -> None:
 def test_rotation(d: int, dtype: str) -> None:
     inv_freq = (10000.0 ** (-np.arange(0, d, 2) / d)).astype(np.float32)
     qkv = case(150, 4, 2, d, dtype)
-    # Rotated queries and keys are rounded to the format once more; of some hundred random cases the worst
-    # was 1.03e-3 in float16.
-    bound = {"float32": 1e-5, "float16": 1.25e-3, "bfloat16": 1e-2}[dtype]
+    # Rotated queries and keys are rounded to the format once more. The inputs are random: one case in float16
+    # lay at 1.02e-3.
+    bound = {"float32": 1e-5, "float16": 1.25e-3, "bfloat16": 8e-3}[dtype]
     for context, chunk in ((0, 999), (149, 1)):
         out = _core.kernels_cuda.attention(
             qkv, 4, 2, d, context, cache_dtype=dtype, dtype=dtype, inv_freq=inv_freq.tolist(), chunk=chunk
