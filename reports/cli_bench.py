@@ -9,7 +9,9 @@ from typing import Any
 import rich_click as click
 
 from turbomill.commands import SETTINGS
-from turbomill.reports.cli_options import OUTPUT, POLICY, THREADS, IntList
+from turbomill.engine.kv_scheme import KvScheme
+from turbomill.engine.options import kv_options
+from turbomill.reports.cli_options import OUTPUT, THREADS, IntList
 
 
 @click.group(context_settings=SETTINGS)
@@ -27,7 +29,7 @@ def bench() -> None:
 @click.option("--test-round", default=3, show_default=True, help="Rounds; the medians are shown.")
 @click.option("--warmup-round", default=1, show_default=True, help="Rounds before, which do not count.")
 @click.option("--seed", default=0, show_default=True, help="Of the random prompts.")
-@POLICY
+@kv_options
 @THREADS
 @OUTPUT
 def engine(
@@ -37,7 +39,7 @@ def engine(
     completion_tokens: tuple[int, ...],
     test_round: int,
     warmup_round: int,
-    quant_policy: str,
+    kv: KvScheme,
     as_json: bool,
     **given: Any,
 ) -> None:
@@ -48,9 +50,7 @@ def engine(
 
     console.setup_logging()
     loads = [Load(b, p, c) for p in prompt_tokens for c in completion_tokens for b in concurrency]
-    run = bench_engine(
-        model, loads, rounds=test_round, warmup=warmup_round, quant_policy=int(quant_policy), **given
-    )
+    run = bench_engine(model, loads, rounds=test_round, warmup=warmup_round, kv=kv, **given)
     if as_json:
         console.emit_json(
             {
@@ -113,7 +113,7 @@ def engine(
     help="With --base-url, random prompts are token ids below this.",
 )
 @click.option("--seed", default=0, show_default=True, help="Of the prompts and of the Poisson process.")
-@POLICY
+@kv_options
 @THREADS
 @OUTPUT
 def serve(
@@ -123,7 +123,7 @@ def serve(
     api_key: str | None,
     random_input_len: int,
     random_output_len: int,
-    quant_policy: str,
+    kv: KvScheme,
     num_threads: int,
     work_dir: Path | None,
     as_json: bool,
@@ -154,7 +154,7 @@ def serve(
         base_url=base_url,
         served_name=served_name,
         api_key=api_key,
-        quant_policy=int(quant_policy),
+        kv=kv,
         num_threads=num_threads,
         work_dir=work_dir,
         slo=Slo.parse(goodput),

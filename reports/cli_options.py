@@ -71,11 +71,4 @@ TEXT = options(
     ),
     click.option("--force", is_flag=True, help="Also the text that the model was calibrated on."),
 )
-POLICY = click.option(
-    "--quant-policy",
-    type=click.Choice(["0", "8", "4"]),
-    default="0",
-    show_default=True,
-    help="Bits of the KV cache; 0 keeps the model's dtype.",
-)
 THREADS = click.option("--num-threads", type=click.IntRange(0), default=0, help="CPU threads.  [every core]")

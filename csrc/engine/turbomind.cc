@@ -1,17 +1,57 @@
 #include "engine/turbomind.h"
 
+#include <algorithm>
 #include <utility>
 
+#include "core/types.h"
 #include "kernels/cache_layout.h"
 #include "kernels/make_backend.h"
 
 namespace turbomill {
 namespace {
 
-template <class Config>
-const Config& checked(const Config& config) {
-    config.validate();
+const ModelConfig& checked(const ModelConfig& model) {
+    model.validate();
+    return model;
+}
+
+const EngineConfig& checked(const EngineConfig& config, const ModelConfig& model) {
+    config.validate(model);
     return config;
+}
+
+// Keys' means over so many tokens hardly depend on which tokens they are.
+constexpr int kCentreTokens = 256;
+
+// Runs the model over arbitrary tokens for the centres of its keys. A softcap sees where scores lie: such a
+// model's keys are only rotated.
+void centre_keys(const ModelConfig& model, const EngineConfig& config, Backend& backend, Decoder& decoder) {
+    if (!CacheLayout(model, config).rotates() || model.attention_softcap > 0.f) return;
+    const int length = std::min({kCentreTokens, config.session_len, config.max_prefill_token_num,
+                                 config.cache_block_count * config.block_len});
+    uint64_t state = 1;
+    backend.begin_centring();
+    for (int done = 0; done < kCentreTokens; done += length) {
+        BatchData batch;
+        batch.slices.emplace_back();
+        Slice& slice = batch.slices.back();
+        slice.length = length;
+        for (int i = 0; i < length; ++i) {
+            state = state * 6364136223846793005u + 1442695040888963407u;  // Knuth's MMIX generator
+            slice.tokens.push_back(int((state >> 33) % uint64_t(model.vocab_size)));
+        }
+        for (int i = 0; i < ceil_div(length, config.block_len); ++i) slice.blocks.push_back(i);
+        decoder.issue(batch);
+        decoder.complete();
+    }
+    backend.end_centring();
+}
+
+std::unique_ptr<Decoder> make_decoder(const ModelConfig& model, const EngineConfig& config,
+                                      const Weights& weights, Backend& backend) {
+    auto decoder = std::make_unique<Decoder>(model, weights, backend, config.max_step_tokens());
+    centre_keys(model, config, backend, *decoder);
+    return decoder;
 }
 
 }  // namespace
@@ -19,10 +59,10 @@ const Config& checked(const Config& config) {
 Turbomind::Turbomind(const ModelConfig& model, const std::vector<TensorRef>& tensors,
                      const EngineConfig& config, Engine::OnOutputs on_outputs)
     : model_(checked(model)),
-      config_(checked(config)),
+      config_(checked(config, model_)),
       weights_(model_, tensors),
       backend_(make_backend(model_, config_, weights_)),
-      decoder_(std::make_unique<Decoder>(model_, weights_, *backend_, config_.max_step_tokens())),
+      decoder_(make_decoder(model_, config_, weights_, *backend_)),
       engine_(std::make_unique<Engine>(
           model_, config_,
           StepRunner{[this](BatchData& batch) { decoder_->issue(batch); },
@@ -48,7 +88,7 @@ void Turbomind::close() {
 }
 
 size_t cache_block_bytes(const ModelConfig& model, const EngineConfig& config) {
-    return CacheLayout(checked(model), config).block_bytes;
+    return CacheLayout(checked(model), checked(config, model)).block_bytes;
 }
 
 }  // namespace turbomill
