@@ -206,7 +206,7 @@ double bench_attention(int batch, int context, int length, int num_heads, int nu
     weights.embedding.dtype = type;
     weights.embedding.dense = embedding.data();
     weights.output = weights.embedding;
-    cuda::CudaBackend backend(model, config, weights, std::vector<float>(head_dim / 2, 0.f));
+    cuda::CudaBackend backend(model, config, weights, std::vector<float>(head_dim / 2, 0.f), {});
 
     const int rows = config.max_prefill_token_num;
     const auto qkv = backend.allocate(rows, model.qkv_dim()), out = backend.allocate(rows, model.q_dim());

@@ -57,9 +57,9 @@ __global__ void __launch_bounds__(kDecodeWarps * 32, Blocks)
     for (int at = range.begin; at < range.end;) {
         const int until = min(range.end, pair_end);
         const int all = e.context + e.length, rows = e.length * group;
-        KeyStream<Bits, D, Keys, Stages> stream(c, layer, head, a.blocks + e.block_offset,
-                                                (at - pair_begin) * kDecodeUnit,
-                                                min(all, (until - pair_begin) * kDecodeUnit), all, ring);
+        KeyStream<Bits, D, Keys, Stages> stream(
+            c, layer, head, a.blocks + e.block_offset, e.first_key + (at - pair_begin) * kDecodeUnit,
+            min(all, e.first_key + (until - pair_begin) * kDecodeUnit), all, ring);
 #pragma unroll
         for (int i = 0; i < Stages - 1; ++i) {
             // What earlier steps cached may be read before the kernels ahead of this one are done.
@@ -80,7 +80,8 @@ __global__ void __launch_bounds__(kDecodeWarps * 32, Blocks)
                     cos, sin, fresh);
         }
         Queries<T, Bits, D, Columns, Rope> queries;
-        queries.load(static_cast<const T*>(a.qkv), width, e.first_row, head, group, rows, cos, sin);
+        queries.load(static_cast<const T*>(a.qkv), width, e.first_row, head, group, rows, a.scores.scale, cos,
+                     sin);
         int limit[Columns][2];
 #pragma unroll
         for (int n = 0; n < Columns; ++n)
@@ -93,7 +94,8 @@ __global__ void __launch_bounds__(kDecodeWarps * 32, Blocks)
             stream.request_next();
             if constexpr (Rope)
                 if (e.context < key + Keys) fresh.template patch<Keys>(stage, e.context - key);
-            attend<T, Bits, D, Columns, Rope, Keys>(stage, key, limit, e.context + 1, all, queries, r);
+            attend<T, Bits, D, Columns, Rope, Keys>(stage, key, limit, e.context + 1, all, a.scores, queries,
+                                                    r);
         }
 
         wait_copies<0>();
