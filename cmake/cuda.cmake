@@ -41,6 +41,7 @@ if(TURBOMILL_CUDA_FOUND)
     csrc/kernels/cuda/attention_tensor_4.cu
     csrc/kernels/cuda/attention_tensor_8.cu
     csrc/kernels/cuda/elementwise.cu
+    csrc/kernels/cuda/fault.cu
     csrc/kernels/cuda/grouped_dense.cu
     csrc/kernels/cuda/kv_unpack.cu
     csrc/kernels/cuda/logits.cu

@@ -11,6 +11,7 @@
 #include <optional>
 #include <string>
 
+#include "kernels/cuda/device.h"
 #include "kernels/cuda/launch.h"
 #include "python/cuda_array.h"
 
@@ -69,6 +70,17 @@ Floats softcap(const Floats& x, float cap) {
     return values.array({x.size()});
 }
 
+// Breaks the context of the calling thread's GPU, for this process.
+void break_gpu() {
+    cuda::illegal_access(nullptr);
+    cudaDeviceSynchronize();  // whose error is everyone's
+}
+
+// Why a device would be refused where the runtime answered so.
+std::string device_refusal(const std::string& name, int status, int count, int driver, int runtime) {
+    return cuda::device_refusal(name, {cudaError_t(status), count, driver, runtime});
+}
+
 }  // namespace
 
 void register_kernels_cuda(py::module_& parent) {
@@ -78,6 +90,10 @@ void register_kernels_cuda(py::module_& parent) {
     m.def("narrow_rms_norm", &narrow_rms_norm, py::arg("x"), py::arg("w"), py::arg("eps"), py::arg("dtype"));
     m.def("gate", &gate, py::arg("gate_up"), py::arg("activation"), py::arg("dtype"));
     m.def("softcap", &softcap, py::arg("x"), py::arg("cap"));
+    m.def("break_gpu", &break_gpu);
+    m.def("device_refusal", &device_refusal, py::arg("name"), py::arg("status"), py::arg("count"),
+          py::arg("driver"), py::arg("runtime"));
+    m.def("capability_refusal", &cuda::capability_refusal, py::arg("index"), py::arg("major"), py::arg("minor"));
     register_kernels_cuda_linear(m);
     register_kernels_cuda_attention(m);
     register_kernels_cuda_moe(m);

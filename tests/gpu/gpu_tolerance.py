@@ -44,11 +44,12 @@ def assert_close(actual: np.ndarray, expected: np.ndarray, bound: float) -> None
 
 
 def assert_logits(actual: np.ndarray, expected: np.ndarray, bound: float, flips: bool = False) -> None:
-    """Rows [T, V] of logits: near the reference's in the mean; with `flips`, where a token's experts may be
-    others for a last bit, three rows of four."""
+    """Rows [T, V] of logits: near the reference's in the mean. `flips`: a token's experts may be others for a
+    last bit, which moves its row as a whole and by its keys a little of all later ones; then three rows of
+    four, four times as far."""
     assert np.isfinite(actual).all()
     assert actual.shape == expected.shape
     rows = np.linalg.norm(actual - expected, axis=1) / np.linalg.norm(expected, axis=1).mean()
-    error = np.quantile(rows, 0.75) if flips else np.sqrt((rows**2).mean())
+    error = np.quantile(rows, 0.75) / 4 if flips else np.sqrt((rows**2).mean())
     print(f"error of logits {error:.2e}, bound {bound:.2e}")
     assert error <= bound, error

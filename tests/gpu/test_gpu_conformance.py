@@ -13,7 +13,9 @@ from test_conformance import *  # noqa: F403
 from turbomill.engine.config import EngineConfig
 from turbomill.engine.turbomind import TurbomindEngine
 
-SPEC = importlib.util.spec_from_file_location("engine_fixtures", Path(__file__).parents[1] / "engine/conftest.py")
+SPEC = importlib.util.spec_from_file_location(
+    "engine_fixtures", Path(__file__).parents[1] / "engine/conftest.py"
+)
 assert SPEC is not None and SPEC.loader is not None
 fixtures = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(fixtures)
@@ -21,7 +23,7 @@ tiny_checkpoint, tiny_store = fixtures.tiny_checkpoint, fixtures.tiny_store
 
 
 @pytest.fixture(params=[0, 8])
-def make_engine(request: pytest.FixtureRequest, tiny_store: Any) -> Iterator[Callable[..., Any]]:  # noqa: F811
+def make_engine(request: pytest.FixtureRequest, tiny_store: Any) -> Iterator[Callable[..., Any]]:
     engines = []
 
     def make(**config: Any) -> TurbomindEngine:

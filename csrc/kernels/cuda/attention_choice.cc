@@ -31,9 +31,12 @@ CacheView unpacked_view(CacheView cache, DType type) {
     return cache;
 }
 
-AttentionKernels choose_attention(DType type, const CacheView& cache) {
-    if (!attention_tensor_fits(type, cache)) return AttentionKernels::Any;
-    return attention_decode_fits(type, cache) ? AttentionKernels::Decode : AttentionKernels::Tensor;
+AttentionKernels choose_attention(DType type, const CacheView& cache, int num_heads) {
+    const bool tensor = attention_tensor_fits(type, cache);
+    // Slices of more rows than attention_decode takes need a kernel, too.
+    if (attention_decode_fits(type, cache) && (tensor || attention_prompt_fits(type, cache, num_heads)))
+        return AttentionKernels::Decode;
+    return tensor ? AttentionKernels::Tensor : AttentionKernels::Any;
 }
 
 PromptTiles choose_prompt_tiles(DType type, const CacheView& cache, const ModelConfig& model,

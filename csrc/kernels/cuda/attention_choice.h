@@ -13,7 +13,7 @@ CacheView cache_view(const CacheLayout& layout, uint8_t* data);
 CacheView unpacked_view(CacheView cache, DType type);
 
 // For decodes, and for prompts where the next function has none.
-AttentionKernels choose_attention(DType type, const CacheView& cache);
+AttentionKernels choose_attention(DType type, const CacheView& cache, int num_heads);
 // Without rows where attention_prompt does not fit.
 PromptTiles choose_prompt_tiles(DType type, const CacheView& cache, const ModelConfig& model,
                                 const EngineConfig& config);

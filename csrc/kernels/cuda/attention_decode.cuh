@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(kDecodeWarps * 32, Blocks)
 template <class T, int Bits, int D, int Columns, bool Rope, int Keys, int Stages>
 void launch_decode(const DecodeArgs& args, const AttentionParts& parts, const CacheView& cache, int layer,
                    cudaStream_t stream) {
-    constexpr int kBlocks = decode_blocks(Bits, 8 * Columns);
+    constexpr int kBlocks = decode_blocks(Bits, 8 * Columns, D);
     constexpr auto kernel = decode_kernel<T, Bits, D, Columns, Rope, Keys, Stages, kBlocks>;
     constexpr int kShared = kDecodeShared<Bits, D, Columns, Keys, Stages>;
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared),
@@ -168,8 +168,10 @@ void attention_decode_for(DType type, const DecodeArgs& args, const AttentionPar
     with_half_type(type, [&]<class T>() {
         if (cache.head_dim == 64)
             launch_decode_variant<T, Bits, 64, Keys, Stages>(args, parts, cache, layer, stream);
-        else
+        else if (cache.head_dim == 128)
             launch_decode_variant<T, Bits, 128, Keys, Stages>(args, parts, cache, layer, stream);
+        else
+            launch_decode_variant<T, Bits, 256, 16, 2>(args, parts, cache, layer, stream);
     });
 }
 

@@ -68,7 +68,7 @@ CudaBackend::CudaBackend(const ModelConfig& model, const EngineConfig& config, c
       layout_(model, config),
       cache_bytes_(cache_memory(layout_, config)),
       cache_(cache_view(layout_, cache_bytes_.as<uint8_t>())),
-      attention_kernels_(choose_attention(type_, cache_)),
+      attention_kernels_(choose_attention(type_, cache_, model.num_heads)),
       multiprocessors_(multiprocessors(device_)),
       prompt_tiles_(choose_prompt_tiles(type_, cache_, model, config)),
       rope_(inv_freq, config.session_len, model.rope_attention_factor, stream_),

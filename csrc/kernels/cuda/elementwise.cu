@@ -116,7 +116,7 @@ __global__ void gate_kernel(const T* gate_up, T* out, int64_t blocks) {
 
 __global__ void softcap_kernel(float* x, int64_t count, float cap) {
     const int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x;
-    if (i < count) x[i] = cap * tanhf(x[i] / cap);
+    if (i < count && isfinite(x[i])) x[i] = cap * tanhf(x[i] / cap);
 }
 
 template <class T>

@@ -131,7 +131,7 @@ void rms_norm(DType type, const NormArgs& args, cudaStream_t stream);
 void silu_gate(DType type, const void* gate_up, void* out, int rows, int inter, cudaStream_t stream);
 // out [rows, I] = gelu_tanh(gate) * up, likewise
 void gelu_gate(DType type, const void* gate_up, void* out, int rows, int inter, cudaStream_t stream);
-// x [count] = cap * tanh(x / cap)
+// x [count] = cap * tanh(x / cap); what is not finite stays so, to be found by the sampler
 void softcap(float* x, int64_t count, float cap, cudaStream_t stream);
 // y [rows, N] += bias [N]
 void add_bias(DType type, void* y, const float* bias, int rows, int n, cudaStream_t stream);
@@ -191,7 +191,8 @@ constexpr int kMostDecodeParts = 128;  // of an entry and head, about: their sum
 
 // Blocks that a multiprocessor holds, for slices of at most `rows` query rows: as many as registers and
 // shared memory allow with the rings that were measured to be best.
-constexpr int decode_blocks(int bits, int rows) {
+constexpr int decode_blocks(int bits, int rows, int head_dim) {
+    if (head_dim > 128) return bits < 16 && rows <= 8 ? 2 : 1;
     const int blocks = bits == 4 ? 4 : 3;
     return rows <= 8 ? blocks : (blocks + 1) / 2;
 }
@@ -267,6 +268,9 @@ bool w4_fused_fits(DType type, const W4View& w, const void* x);
 // eights.
 void w4_fused(DType type, DType out, const W4View& w, const void* x, const float* bias, void* y, int rows,
               const W4Plan& plan, int multiprocessors, bool overlap, cudaStream_t stream, bool gated = false);
+
+// Writes to memory that nobody has: every call on the device's context fails from then on. For tests.
+void illegal_access(cudaStream_t stream);
 
 // What a block of the sampler found in its piece of a row.
 struct SamplePart {

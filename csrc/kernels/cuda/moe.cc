@@ -6,7 +6,7 @@ namespace turbomill::cuda {
 namespace {
 
 DeviceMemory workspace(size_t elements, size_t bytes) {
-    return {elements * bytes, "the experts' activations", "lower max_prefill_token_num"};
+    return {elements * bytes, "the workspace of experts", "lower max_prefill_token_num"};
 }
 
 void require_dense(const Linear& w, const char* name) {

@@ -19,6 +19,7 @@ TilePlanner::TilePlanner(const ModelConfig& model, AttentionKernels kernels, int
                          PromptTiles prompt_tiles)
     : group_(model.group()),
       kv_heads_(model.num_kv_heads),
+      head_dim_(model.head_dim),
       kernels_(kernels),
       bits_(bits),
       multiprocessors_(multiprocessors),
@@ -122,7 +123,7 @@ void TilePlanner::end_prompt_launch() {
 // query and one merge. Otherwise equal shares of the whole line.
 void TilePlanner::cut_ranges(DecodePlan& plan) const {
     const auto& entries = plan.entries;
-    const int blocks = multiprocessors_ * decode_blocks(bits_, most_rows);
+    const int blocks = multiprocessors_ * decode_blocks(bits_, most_rows, head_dim_);
     const int units = entries.back().first_unit, total = units * kv_heads_;
     const auto whole = [&](int count) { return ceil_div(count, whole_units_) * whole_units_; };
     const int share =

@@ -12,7 +12,7 @@ namespace turbomill::cuda {
 enum class AttentionKernels {
     Any,     // attention_any: every tile has kQueryRows rows
     Tensor,  // attention_tensor for decodes and prompts
-    Decode,  // attention_decode, and attention_tensor for prompts
+    Decode,  // attention_decode; attention_tensor for prompts where PromptTiles has no rows
 };
 
 // How prompts are cut for attention_prompt. Without rows, they are cut as AttentionKernels says.
@@ -58,7 +58,7 @@ class TilePlanner {
     void cut_pairs(DecodePlan& plan, int most, int units) const;
     void cut_line(DecodePlan& plan, int share, int units, int total) const;
 
-    const int group_, kv_heads_;
+    const int group_, kv_heads_, head_dim_;
     const AttentionKernels kernels_;
     const int bits_, multiprocessors_;
     const PromptTiles prompt_tiles_;
