@@ -18,5 +18,6 @@ void register_kernels_cuda_attention(pybind11::module_& m);
 void register_kernels_cuda_moe(pybind11::module_& m);
 void register_kernels_cuda_sampling(pybind11::module_& m);
 void register_bench_cuda(pybind11::module_& m);  // timers on the GPU
+void register_bench_cuda_moe(pybind11::module_& m);
 
 }  // namespace turbomill::python

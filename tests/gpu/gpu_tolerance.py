@@ -15,7 +15,7 @@ ATTENTION = {"float32": 3e-6, "float16": 8e-4, "bfloat16": 6e-3}
 # A quantized cache's keys and values are rounded to the format, too, when they are read.
 ATTENTION_QUANTIZED = {"float32": 3e-6, "float16": 1e-3, "bfloat16": 8e-3}
 # ||row - reference|| / ||reference|| of the logits of a tiny random model, in the mean over rows.
-LOGITS = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 6e-2}
+LOGITS = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}
 TORCH = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -46,10 +46,10 @@ def assert_close(actual: np.ndarray, expected: np.ndarray, bound: float) -> None
 def assert_logits(actual: np.ndarray, expected: np.ndarray, bound: float, flips: bool = False) -> None:
     """Rows [T, V] of logits: near the reference's in the mean. `flips`: a token's experts may be others for a
     last bit, which moves its row as a whole and by its keys a little of all later ones; then three rows of
-    four, four times as far."""
+    four, ten times as far."""
     assert np.isfinite(actual).all()
     assert actual.shape == expected.shape
     rows = np.linalg.norm(actual - expected, axis=1) / np.linalg.norm(expected, axis=1).mean()
-    error = np.quantile(rows, 0.75) / 4 if flips else np.sqrt((rows**2).mean())
+    error = np.quantile(rows, 0.75) / 10 if flips else np.sqrt((rows**2).mean())
     print(f"error of logits {error:.2e}, bound {bound:.2e}")
     assert error <= bound, error

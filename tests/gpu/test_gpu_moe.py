@@ -128,6 +128,25 @@ def test_4_bit_experts_fused(
     np.testing.assert_array_equal(gated, _core.kernels_cuda.gate(y, "silu", dtype))
 
 
+@pytest.mark.parametrize("way", ["dense", "in_place", "fused"])
+def test_a_row_that_is_not_finite_spoils_no_other(way: str) -> None:
+    if way == "fused" and not _core.kernels_cuda.w4_fused_runs():
+        pytest.skip("needs a GPU of capability 9.0 and machine code for 90a")
+    offsets = offsets_of([9, 0, 20, 1, 0, 0, 3, 0])
+    weights, stored = w4_experts(64, 128, 64, True, "float16")
+    x = gpu_tolerance.rounded(np.random.default_rng().standard_normal((33, 128)), "float16")
+    x[[3, 15]] = np.nan
+    if way == "dense":
+        weights = gpu_tolerance.rounded(np.stack(weights), "float16")
+        y = _core.kernels_cuda.grouped_dense(x, offsets, weights, "float16")
+    else:
+        y = _core.kernels_cuda.grouped_w4(x, offsets, *stored, 64, 128, "float16", way)
+    expected = expected_of(x, offsets, weights)
+    assert np.isnan(y[[3, 15]]).all()
+    kept = np.isfinite(x[:, 0])
+    gpu_tolerance.assert_close(y[kept], expected[kept], 2 * gpu_tolerance.OUTPUT["float16"])
+
+
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("h", [64, 65, 4096])
 @pytest.mark.parametrize("shared", [False, True])

@@ -30,7 +30,7 @@ constexpr int kDecodeShared = std::max({kDecodeWarps * Stages * kStageBytes<Bits
                                         WarpResults<D, 8 * Columns>::kBytes,  // warps that merge,
                                         (kMostDecodeParts + 2) * 32 * 4});    // parts that merge
 
-template <class T, int Bits, int D, int Columns, bool Rope, int Keys, int Stages, int Blocks>
+template <class T, int Bits, int D, int Columns, bool Rope, bool Plain, int Keys, int Stages, int Blocks>
 __global__ void __launch_bounds__(kDecodeWarps * 32, Blocks)
     decode_kernel(DecodeArgs a, AttentionParts workspace, CacheView c, int layer) {
     constexpr int kRows = 8 * Columns;
@@ -94,8 +94,8 @@ __global__ void __launch_bounds__(kDecodeWarps * 32, Blocks)
             stream.request_next();
             if constexpr (Rope)
                 if (e.context < key + Keys) fresh.template patch<Keys>(stage, e.context - key);
-            attend<T, Bits, D, Columns, Rope, Keys>(stage, key, limit, e.context + 1, all, a.scores, queries,
-                                                    r);
+            attend<Plain, T, Bits, D, Columns, Rope, Keys>(stage, key, limit, e.context + 1, all, a.scores,
+                                                           queries, r);
         }
 
         wait_copies<0>();
@@ -134,11 +134,11 @@ __global__ void __launch_bounds__(kDecodeWarps * 32, Blocks)
     }
 }
 
-template <class T, int Bits, int D, int Columns, bool Rope, int Keys, int Stages>
+template <class T, int Bits, int D, int Columns, bool Rope, bool Plain, int Keys, int Stages>
 void launch_decode(const DecodeArgs& args, const AttentionParts& parts, const CacheView& cache, int layer,
                    cudaStream_t stream) {
     constexpr int kBlocks = decode_blocks(Bits, 8 * Columns, D);
-    constexpr auto kernel = decode_kernel<T, Bits, D, Columns, Rope, Keys, Stages, kBlocks>;
+    constexpr auto kernel = decode_kernel<T, Bits, D, Columns, Rope, Plain, Keys, Stages, kBlocks>;
     constexpr int kShared = kDecodeShared<Bits, D, Columns, Keys, Stages>;
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared),
           "attention_decode's shared memory");
@@ -149,13 +149,17 @@ void launch_decode(const DecodeArgs& args, const AttentionParts& parts, const Ca
 template <class T, int Bits, int D, int Keys, int Stages>
 void launch_decode_variant(const DecodeArgs& args, const AttentionParts& parts, const CacheView& cache,
                            int layer, cudaStream_t stream) {
-    const auto run = [&]<int Columns, bool Rope>() {
-        launch_decode<T, Bits, D, Columns, Rope, Keys, Stages>(args, parts, cache, layer, stream);
+    const auto run = [&]<int Columns, bool Rope, bool Plain>() {
+        launch_decode<T, Bits, D, Columns, Rope, Plain, Keys, Stages>(args, parts, cache, layer, stream);
     };
-    if (args.most_rows <= 8)
-        args.cos ? run.template operator()<1, true>() : run.template operator()<1, false>();
-    else
-        args.cos ? run.template operator()<2, true>() : run.template operator()<2, false>();
+    const auto run_for = [&]<int Columns>() {
+        const bool plain = args.scores.window == kNoWindow && args.scores.softcap == 0.f;
+        if (args.cos && !plain)
+            throw std::invalid_argument("attention_decode rotates for plain attention only");
+        if (args.cos) return run.template operator()<Columns, true, true>();
+        plain ? run.template operator()<Columns, false, true>() : run.template operator()<Columns, false, false>();
+    };
+    args.most_rows <= 8 ? run_for.template operator()<1>() : run_for.template operator()<2>();
 }
 
 }  // namespace

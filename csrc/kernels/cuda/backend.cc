@@ -141,7 +141,9 @@ bool CudaBackend::recordable(const BatchData& batch) const {
 
 bool CudaBackend::fuses_rope(const BatchData& batch) const {
     return recordable(batch) && int(batch.slices.size()) <= kFewTokens && !model_.qk_norm &&
-           2 * rope_.half == model_.head_dim;
+           2 * rope_.half == model_.head_dim && model_.attention_softcap == 0.f &&
+           std::all_of(model_.layer_windows.begin(), model_.layer_windows.end(),
+                       [](int window) { return window == 0; });
 }
 
 void CudaBackend::begin_step(const BatchData& batch) {

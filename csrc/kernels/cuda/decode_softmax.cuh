@@ -61,8 +61,9 @@ __device__ inline void cap_scores(float softcap, const Queries<T, Bits, D, Colum
 }
 
 // One tile of keys [key, key + Keys). Each column sees the keys of the window that ends before its limit;
-// `fewest` is the least limit, `most` the greatest: what is stored beyond has no meaning.
-template <class T, int Bits, int D, int Columns, bool Rope, int Keys>
+// `fewest` is the least limit, `most` the greatest: what is stored beyond has no meaning. Plain: without
+// window and cap.
+template <bool Plain, class T, int Bits, int D, int Columns, bool Rope, int Keys>
 __device__ inline void attend(const uint8_t* stage, int key, const int (&limit)[Columns][2], int fewest,
                               int most, const Scores& scores, const Queries<T, Bits, D, Columns, Rope>& q,
                               Running<D, Columns>& r) {
@@ -97,8 +98,8 @@ __device__ inline void attend(const uint8_t* stage, int key, const int (&limit)[
                     }
             }
     }
-    if (scores.softcap > 0.f) cap_scores<kTiles>(scores.softcap, q, x);
-    if (key < most - scores.window) {
+    if (!Plain && scores.softcap > 0.f) cap_scores<kTiles>(scores.softcap, q, x);
+    if (!Plain && key < most - scores.window) {
 #pragma unroll
         for (int m = 0; m < kTiles; ++m)
 #pragma unroll

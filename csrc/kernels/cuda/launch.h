@@ -205,7 +205,7 @@ struct DecodeArgs {
     const int* blocks;
     int range_count, count, most_rows, num_heads;  // most_rows: query rows of the longest slice
     // [session_len, D/2], when every slice is one token that rope_and_cache was not run for: attention_decode
-    // then does its work for them. Null otherwise.
+    // then does its work for them, unless there is a window or a cap. Null otherwise.
     const float *cos, *sin;
     Scores scores;
 };
