@@ -17,9 +17,9 @@ struct Routing {
 
     int pair_count() const { return tokens * top; }
 };
-// Chooses each token's experts from the router's logits [T, E], the lower of equals first, and sorts the pairs.
-// Weights are a softmax over all experts, or, if `normalise`, over the chosen ones. Logits that are not finite
-// choose some experts too.
+// Chooses each token's experts from the router's logits [T, E], the lower of equals first, and sorts the
+// pairs. Weights are a softmax over all experts, or, if `normalise`, over the chosen ones. Logits that are
+// not finite choose some experts too.
 void moe_route(const float* logits, bool normalise, const Routing& routing, cudaStream_t stream);
 
 // sorted [T top, H] = x [T, H], each token's row at the places of its pairs

@@ -71,7 +71,8 @@ __device__ inline void grouped_copies(const FusedRing<Groups, Sizes>& ring, cons
             barrier_expect(full, announced);
             copy_box(ring.codes(stage), maps.codes, 0, k, n, full);
             copy_box(ring.params(stage), maps.scales, 0, group, n, full);
-            if (w.zeros) copy_box(ring.params(stage) + Groups * Sizes::kParams, maps.zeros, 0, group, n, full);
+            if (w.zeros)
+                copy_box(ring.params(stage) + Groups * Sizes::kParams, maps.zeros, 0, group, n, full);
             if (--left == 0) group += stage_groups, left = period;
 #pragma unroll
             for (int tile = 0; tile < kTiles; ++tile)
