@@ -263,11 +263,11 @@ py::tuple kv_write(const Floats& x, int bits) {
                                1,
                                d,
                                rows};
-    cuda::rope_and_cache(DType::F32,
-                         {input.as<void>(), table.as<float>(), table.as<float>(), 0, where.as<int>(),
-                          zero.as<int>(), slices.as<cuda::SliceInfo>(), zero.as<int>(), rows, 1, nullptr,
-                          nullptr, 0.f},
-                         view, 0, nullptr);
+    cuda::rope_and_cache(
+        DType::F32,
+        {input.as<void>(), table.as<float>(), table.as<float>(), 0, where.as<int>(), zero.as<int>(),
+         slices.as<cuda::SliceInfo>(), zero.as<int>(), rows, 1, nullptr, nullptr, 0.f},
+        view, 0, nullptr);
     std::vector<uint8_t> bytes(block_bytes);
     cache.read_bytes(bytes.data());
     Bytes codes({py::ssize_t(rows), py::ssize_t(row_bytes)});

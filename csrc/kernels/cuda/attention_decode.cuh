@@ -157,7 +157,8 @@ void launch_decode_variant(const DecodeArgs& args, const AttentionParts& parts, 
         if (args.cos && !plain)
             throw std::invalid_argument("attention_decode rotates for plain attention only");
         if (args.cos) return run.template operator()<Columns, true, true>();
-        plain ? run.template operator()<Columns, false, true>() : run.template operator()<Columns, false, false>();
+        plain ? run.template operator()<Columns, false, true>()
+              : run.template operator()<Columns, false, false>();
     };
     args.most_rows <= 8 ? run_for.template operator()<1>() : run_for.template operator()<2>();
 }

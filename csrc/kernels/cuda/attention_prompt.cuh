@@ -144,7 +144,7 @@ class PromptProducts {
         const int g = lane / 4, t = lane % 4;
         const float scale = kLog2E * job_.scores.scale;
         const SoftCap cap(job_.scores.scale, job_.scores.softcap);  // of no use when Plain
-        if (group == 1) pass(kTurn, 256);  // the first turn is warpgroup 0's
+        if (group == 1) pass(kTurn, 256);                           // the first turn is warpgroup 0's
         PromptWork work(job_.tile_count * job_.heads);
         for (int item; work.next(item);) {
             if (item >= work.count) continue;

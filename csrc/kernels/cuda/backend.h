@@ -132,11 +132,11 @@ class CudaBackend : public Backend {
     DeviceMemory results_;          // tokens [sampled], then LogprobRow [sampled] where some are wanted
     PinnedMemory host_results_[2];  // likewise, of two steps in turn
     Event done_[2];                 // likewise
-    DeviceMemory targets_, target_logprobs_;  // [logit_rows] of a prompt: tokens, LogprobRow
-    DeviceMemory row_numbers_;                // 0, 1, 2, ... as many as a step has rows
-    std::deque<Issued> issued_;               // oldest first, at most two
-    int side_ = 0;                            // of the step being issued
-    bool rope_fused_ = false;                 // likewise
+    DeviceMemory targets_, target_logprobs_;             // [logit_rows] of a prompt: tokens, LogprobRow
+    DeviceMemory row_numbers_;                           // 0, 1, 2, ... as many as a step has rows
+    std::deque<Issued> issued_;                          // oldest first, at most two
+    int side_ = 0;                                       // of the step being issued
+    bool rope_fused_ = false;                            // likewise
     const float *q_norm_ = nullptr, *k_norm_ = nullptr;  // for the next rope_and_cache()
     StepGraphs graphs_;
 };

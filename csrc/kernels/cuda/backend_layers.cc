@@ -40,12 +40,11 @@ void CudaBackend::linear(const Linear& w, Buffer& x, Buffer& y) {
 void CudaBackend::rope_and_cache(int layer, Buffer& qkv) {
     if (rope_fused_) return;  // attention() does it
     const RopeTable& table = rope(layer);
-    cuda::rope_and_cache(
-        type_,
-        {qkv.data(), table.cos.as<float>(), table.sin.as<float>(), table.half, step_.positions(),
-         step_.row_slice(), step_.slices(), step_.blocks(), step_.tokens, model_.num_heads, q_norm_, k_norm_,
-         model_.norm_eps},
-        cache_, layer, stream_);
+    cuda::rope_and_cache(type_,
+                         {qkv.data(), table.cos.as<float>(), table.sin.as<float>(), table.half,
+                          step_.positions(), step_.row_slice(), step_.slices(), step_.blocks(), step_.tokens,
+                          model_.num_heads, q_norm_, k_norm_, model_.norm_eps},
+                         cache_, layer, stream_);
     q_norm_ = k_norm_ = nullptr;
 }
 
@@ -74,28 +73,27 @@ void CudaBackend::attention(int layer, Buffer& qkv, Buffer& out) {
 
 AttentionArgs CudaBackend::attention_args(int layer, Buffer& qkv, Buffer& out, const QueryTile* tiles,
                                           int count) const {
-    return {qkv.data(), out.data(),       step_.slices(), step_.blocks(), tiles,
-            count,      model_.num_heads, layer_scores(model_, layer)};
+    return {qkv.data(), out.data(), step_.slices(),   step_.blocks(),
+            tiles,      count,      model_.num_heads, layer_scores(model_, layer)};
 }
 
 void CudaBackend::decode_attention(int layer, Buffer& qkv, Buffer& out) {
     const Scores scores = layer_scores(model_, layer);
     const auto work = step_.decode_work(scores.window);
     const RopeTable& table = rope(layer);
-    cuda::attention_decode(
-        type_,
-        {qkv.data(), out.data(), work.ranges, work.entries, step_.blocks(), work.range_count,
-         step_.decode_entries, step_.decode_rows, model_.num_heads,
-         rope_fused_ ? table.cos.as<float>() : nullptr, rope_fused_ ? table.sin.as<float>() : nullptr, scores},
-        parts(), cache_, layer, stream_);
+    cuda::attention_decode(type_,
+                           {qkv.data(), out.data(), work.ranges, work.entries, step_.blocks(),
+                            work.range_count, step_.decode_entries, step_.decode_rows, model_.num_heads,
+                            rope_fused_ ? table.cos.as<float>() : nullptr,
+                            rope_fused_ ? table.sin.as<float>() : nullptr, scores},
+                           parts(), cache_, layer, stream_);
 }
 
 void CudaBackend::prompt_attention(int layer, Buffer& qkv, Buffer& out) {
     const bool unpacks = prompt_tiles_.unpacked_blocks > 0;
     int first = 0;
     for (const int end : step_.prompt_launches()) {
-        const AttentionArgs args =
-            attention_args(layer, qkv, out, step_.prompts() + first, end - first);
+        const AttentionArgs args = attention_args(layer, qkv, out, step_.prompts() + first, end - first);
         if (unpacks)
             kv_unpack(type_,
                       {args.slices, args.blocks, args.tiles, args.tile_count, args.scores.window, unpacked_},

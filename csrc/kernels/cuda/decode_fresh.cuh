@@ -39,7 +39,8 @@ __device__ inline void rotate_row(const float* cos, const float* sin, WarpRow<D>
 template <int Bits, int D>
 struct FreshRows {
     static constexpr int kBytes = D / 32 * Bits / 8;  // of a lane and row
-    using Small = std::conditional_t<kBytes == 4, unsigned, std::conditional_t<kBytes == 2, uint16_t, uint8_t>>;
+    using Small =
+        std::conditional_t<kBytes == 4, unsigned, std::conditional_t<kBytes == 2, uint16_t, uint8_t>>;
     using Word = std::conditional_t<kBytes == 16, uint4, std::conditional_t<kBytes == 8, uint2, Small>>;
 
     Word words[2][32];

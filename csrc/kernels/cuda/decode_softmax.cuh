@@ -55,8 +55,7 @@ __device__ inline void cap_scores(float softcap, const Queries<T, Bits, D, Colum
 #pragma unroll
             for (int m = 0; m < Tiles; ++m)
 #pragma unroll
-                for (int half = 0; half < 2; ++half)
-                    x[m][n][2 * half + i] = cap(x[m][n][2 * half + i]);
+                for (int half = 0; half < 2; ++half) x[m][n][2 * half + i] = cap(x[m][n][2 * half + i]);
         }
 }
 
@@ -106,7 +105,8 @@ __device__ inline void attend(const uint8_t* stage, int key, const int (&limit)[
             for (int n = 0; n < Columns; ++n)
 #pragma unroll
                 for (int i = 0; i < 4; ++i)
-                    if (key + 16 * m + i / 2 * 8 + g < limit[n][i % 2] - scores.window) x[m][n][i] = -INFINITY;
+                    if (key + 16 * m + i / 2 * 8 + g < limit[n][i % 2] - scores.window)
+                        x[m][n][i] = -INFINITY;
     }
     if (key + Keys > fewest) {
 #pragma unroll

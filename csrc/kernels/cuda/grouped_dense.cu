@@ -9,7 +9,7 @@ namespace turbomill::cuda {
 namespace {
 
 constexpr int kWarps = 8, kRows = 128, kDepth = 64;  // of N, and of K at a time
-constexpr int kStride = kDepth + 8;                  // of a row in shared memory: ldmatrix meets no bank twice
+constexpr int kStride = kDepth + 8;  // of a row in shared memory: ldmatrix meets no bank twice
 
 // Tokens of a tile, and how warps share it: RowWarps along N, the rest along tokens.
 template <int Tokens>
@@ -77,8 +77,7 @@ __global__ void __launch_bounds__(kWarps * 32, Tokens >= 64 ? 1 : 2) tensor_kern
                 unsigned a[S::kWarpRows / 16][4];
 #pragma unroll
                 for (int i = 0; i < S::kWarpRows / 16; ++i)
-                    load_matrices(a[i],
-                                  weights + (row0 + 16 * i + lane % 16) * kStride + d + lane / 16 * 8);
+                    load_matrices(a[i], weights + (row0 + 16 * i + lane % 16) * kStride + d + lane / 16 * 8);
 #pragma unroll
                 for (int j = 0; j < S::kWarpTokens / 8; j += 2) {
                     unsigned b[4];
@@ -98,8 +97,7 @@ __global__ void __launch_bounds__(kWarps * 32, Tokens >= 64 ? 1 : 2) tensor_kern
             for (int j = 0; j < S::kWarpTokens / 8; ++j)
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
-                    const int token = token0 + 8 * j + 2 * t + e % 2,
-                              n = n0 + row0 + 16 * i + g + e / 2 * 8;
+                    const int token = token0 + 8 * j + 2 * t + e % 2, n = n0 + row0 + 16 * i + g + e / 2 * 8;
                     if (token < count && n < job.n)
                         static_cast<T*>(job.y)[int64_t(first + token) * job.n + n] =
                             from_float<T>(acc[i][j][e]);
@@ -124,9 +122,8 @@ __global__ void __launch_bounds__(256) plain_kernel(Job job) {
             __syncthreads();
             for (int row = group; row < kTile; row += 8) {
                 const bool inside = k + column < job.k;
-                weights[row][column] = inside && n0 + row < job.n
-                                           ? to_float(w[int64_t(n0 + row) * job.k + k + column])
-                                           : 0.f;
+                weights[row][column] =
+                    inside && n0 + row < job.n ? to_float(w[int64_t(n0 + row) * job.k + k + column]) : 0.f;
                 input[row][column] = inside && first + row < end
                                          ? to_float(x[int64_t(first + row) * job.k + k + column])
                                          : 0.f;

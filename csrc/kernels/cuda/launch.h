@@ -144,7 +144,8 @@ struct RopeArgs {
     const SliceInfo* slices;
     const int* blocks;
     int tokens, num_heads;
-    const float *q_norm, *k_norm;  // [D]: each head is first divided by its norm and multiplied by these; null
+    const float *q_norm,
+        *k_norm;  // [D]: each head is first divided by its norm and multiplied by these; null
     float norm_eps;
 };
 // Normalises if asked to, rotates, and writes K and V of `layer` to the cache.

@@ -1,5 +1,5 @@
-// A mixture of experts on the GPU: route, sort the pairs of token and expert, run each expert on its rows, add
-// back. Every size that depends on the routing stays on the device, so that steps can be recorded.
+// A mixture of experts on the GPU: route, sort the pairs of token and expert, run each expert on its rows,
+// add back. Every size that depends on the routing stays on the device, so that steps can be recorded.
 #pragma once
 
 #include "kernels/cuda/device_weights.h"

@@ -1,5 +1,5 @@
-// Norms of heads, rotary embedding and the cache write: a few threads for each token and head where a vector kernel fits,
-// else one warp.
+// Norms of heads, rotary embedding and the cache write: a few threads for each token and head where a vector
+// kernel fits, else one warp.
 #include <type_traits>
 
 #include "kernels/cuda/cache.cuh"

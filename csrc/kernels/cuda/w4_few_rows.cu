@@ -3,9 +3,10 @@
 // code - zero, which is exact; a group's products are summed in fp32 and scaled then, so no weight is
 // rounded.
 //
-// A block owns 64 rows of N, here of one weight or of an expert's, and a range of K; its warps take K tiles of 64 in turn and meet in shared memory.
-// When N alone does not fill the GPU, K is split over blocks too: each writes its partial sums, and the last
-// to arrive adds them in order, so that results do not depend on timing.
+// A block owns 64 rows of N, here of one weight or of an expert's, and a range of K; its warps take K tiles
+// of 64 in turn and meet in shared memory. When N alone does not fill the GPU, K is split over blocks too:
+// each writes its partial sums, and the last to arrive adds them in order, so that results do not depend on
+// timing.
 #include <algorithm>
 
 #include "kernels/cuda/moe_launch.h"
