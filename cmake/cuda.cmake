@@ -49,6 +49,7 @@ if(TURBOMILL_CUDA_FOUND)
     csrc/kernels/cuda/elementwise.cu
     csrc/kernels/cuda/fault.cu
     csrc/kernels/cuda/grouped_dense.cu
+    csrc/kernels/cuda/grouped_dense_wgmma.cu
     csrc/kernels/cuda/kv_unpack.cu
     csrc/kernels/cuda/logits.cu
     csrc/kernels/cuda/moe.cu

@@ -13,7 +13,7 @@
 namespace turbomill::python {
 
 inline constexpr size_t kColdBytes = size_t(240) << 20;  // several times any GPU's L2
-inline constexpr size_t kPattern = size_t(1) << 21;      // random elements that fill larger arrays by repetition
+inline constexpr size_t kPattern = size_t(1) << 21;  // random elements that fill larger arrays by repetition
 
 inline std::vector<uint16_t> random_halves(size_t count, DType type, float low, float high) {
     std::mt19937 generator(7);
@@ -31,8 +31,8 @@ void fill(const cuda::DeviceMemory& memory, const std::vector<T>& pattern) {
     cuda::check(cudaMemcpy(memory.as(), pattern.data(), bytes, cudaMemcpyHostToDevice), "filling");
     for (size_t at = bytes; at < memory.bytes(); at += bytes)
         cuda::check(cudaMemcpy(memory.as<uint8_t>() + at, memory.as(), std::min(bytes, memory.bytes() - at),
-                         cudaMemcpyDeviceToDevice),
-              "filling");
+                               cudaMemcpyDeviceToDevice),
+                    "filling");
 }
 
 inline cuda::DeviceMemory random_memory(size_t bytes, const std::vector<uint16_t>& pattern) {
@@ -42,7 +42,8 @@ inline cuda::DeviceMemory random_memory(size_t bytes, const std::vector<uint16_t
 }
 
 // Median microseconds of `launches` calls recorded in one graph, per call.
-inline double time_graph(cudaStream_t stream, int launches, int repeats, const std::function<void(int)>& call) {
+inline double time_graph(cudaStream_t stream, int launches, int repeats,
+                         const std::function<void(int)>& call) {
     for (int i = 0; i < std::min(launches, 2); ++i) call(i);  // algorithms are chosen outside the capture
     cuda::check(cudaStreamSynchronize(stream), "warming up");
     cudaGraph_t graph = nullptr;

@@ -26,10 +26,10 @@ Floats narrow_rms_norm(const Floats& x, const Floats& w, float eps, const std::s
     const DType type = parse_dtype(dtype);
     const int rows = int(x.shape(0)), h = int(x.shape(1));
     const DeviceArray values(x, type), weight(w, DType::F32);
-    cuda::rms_norm(type,
-                   {nullptr, values.as<void>(), nullptr, false, weight.as<float>(), values.as<void>(), rows,
-                    h, eps},
-                   nullptr);
+    cuda::rms_norm(
+        type,
+        {nullptr, values.as<void>(), nullptr, false, weight.as<float>(), values.as<void>(), rows, h, eps},
+        nullptr);
     return values.array({rows, h});
 }
 
@@ -59,7 +59,7 @@ Floats gate(const Floats& gate_up, const std::string& activation, const std::str
     const int rows = int(gate_up.shape(0)), inter = int(gate_up.shape(1)) / 2;
     const DeviceArray x(gate_up, type), y(type, size_t(rows) * inter);
     (activation == "silu" ? cuda::silu_gate : cuda::gelu_gate)(type, x.as<void>(), y.as<void>(), rows, inter,
-                                                              nullptr);
+                                                               nullptr);
     return y.array({rows, inter});
 }
 
@@ -93,7 +93,8 @@ void register_kernels_cuda(py::module_& parent) {
     m.def("break_gpu", &break_gpu);
     m.def("device_refusal", &device_refusal, py::arg("name"), py::arg("status"), py::arg("count"),
           py::arg("driver"), py::arg("runtime"));
-    m.def("capability_refusal", &cuda::capability_refusal, py::arg("index"), py::arg("major"), py::arg("minor"));
+    m.def("capability_refusal", &cuda::capability_refusal, py::arg("index"), py::arg("major"),
+          py::arg("minor"));
     register_kernels_cuda_linear(m);
     register_kernels_cuda_attention(m);
     register_kernels_cuda_moe(m);

@@ -41,16 +41,25 @@ py::tuple moe_route(const Floats& logits, int top, bool normalise) {
                           ints(pair, pairs), ints(places, pairs));
 }
 
-// y [rows, N] of x [rows, K], whose rows offsets[e] up to offsets[e + 1] meet w [E, N, K].
-Floats grouped_dense(const Floats& x, const Ints& offsets, const Floats& w, const std::string& dtype) {
+// y [rows, N] of x [rows, K], whose rows offsets[e] up to offsets[e + 1] meet w [E, N, K]. `way`: "", or
+// "fused" or "gated" for Hopper's kernels.
+Floats grouped_dense(const Floats& x, const Ints& offsets, const Floats& w, const std::string& dtype,
+                     const std::string& way) {
     const DType type = parse_dtype(dtype);
     require(w.ndim() == 3 && offsets.size() == w.shape(0) + 1, "w must be [E, N, K], offsets [E + 1]");
-    const int rows = int(x.shape(0)), n = int(w.shape(1)), k = int(w.shape(2));
+    const int rows = int(x.shape(0)), n = int(w.shape(1)), k = int(w.shape(2)),
+              columns = way == "gated" ? n / 2 : n;
     const DeviceArray input(x, type), weights(w, type), where(offsets.data(), offsets.nbytes()),
-        y(type, size_t(rows) * n);
-    cuda::grouped_dense(type, weights.as<void>(), n, k, input.as<void>(), y.as<void>(),
-                        {where.as<int>(), int(w.shape(0)), rows}, nullptr);
-    return y.array({rows, n});
+        y(type, size_t(rows) * columns);
+    const cuda::ExpertRows all{where.as<int>(), int(w.shape(0)), rows};
+    if (way.empty()) {
+        cuda::grouped_dense(type, weights.as<void>(), n, k, input.as<void>(), y.as<void>(), all, nullptr);
+    } else {
+        require(cuda::grouped_dense_fused_fits(type, k), "Hopper's kernels do not fit here");
+        cuda::grouped_dense_fused(type, weights.as<void>(), n, k, input.as<void>(), y.as<void>(), all, 132,
+                                  way == "gated", nullptr);
+    }
+    return y.array({rows, columns});
 }
 
 // The same with 4-bit weights, experts stacked. `way`: "in_place", "fused" or "gated".
@@ -108,7 +117,8 @@ Floats moe_combine(const Floats& sorted, const Ints& places, const Floats& weigh
 
 void register_kernels_cuda_moe(py::module_& m) {
     m.def("moe_route", &moe_route, py::arg("logits"), py::arg("top"), py::arg("normalise"));
-    m.def("grouped_dense", &grouped_dense, py::arg("x"), py::arg("offsets"), py::arg("w"), py::arg("dtype"));
+    m.def("grouped_dense", &grouped_dense, py::arg("x"), py::arg("offsets"), py::arg("w"), py::arg("dtype"),
+          py::arg("way") = "");
     m.def("grouped_w4", &grouped_w4, py::arg("x"), py::arg("offsets"), py::arg("codes"), py::arg("scales"),
           py::arg("zeros"), py::arg("n"), py::arg("k"), py::arg("dtype"), py::arg("way"));
     m.def("moe_combine", &moe_combine, py::arg("sorted"), py::arg("places"), py::arg("weights"),

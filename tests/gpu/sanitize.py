@@ -126,7 +126,9 @@ def experts() -> None:
         counts = np.array([0, 3, 1, 0, 9, 2, 0, 5]) * scale
         offsets = np.cumsum([0, *counts]).astype(np.int32)
         x = normal(int(offsets[-1]), 192)
-        gpu.grouped_dense(x, offsets, normal(8, 80, 192), "float16")
+        for way in ("", "fused", "gated"):
+            if not way or gpu.w4_fused_runs():
+                gpu.grouped_dense(x, offsets, normal(8, 80, 192), "float16", way)
         stacked = [np.stack(parts) for parts in zip(*(w4(80, 192, 64) for _ in range(8)), strict=True)]
         for way in ("in_place", "fused", "gated"):
             if way == "in_place" or gpu.w4_fused_runs():

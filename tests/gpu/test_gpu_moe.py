@@ -85,6 +85,22 @@ def test_dense_experts(name: str, n: int, k: int, dtype: str) -> None:
     gpu_tolerance.assert_close(y, expected_of(x, offsets, w), gpu_tolerance.OUTPUT[dtype])
 
 
+@pytest.mark.usefixtures("fused")
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(("n", "k"), [(48, 64), (144, 72), (208, 320), (272, 1024)])
+@pytest.mark.parametrize("scale", [1, 4])
+@pytest.mark.parametrize("name", COUNTS)
+def test_dense_experts_fused(name: str, scale: int, n: int, k: int, dtype: str) -> None:
+    rng = np.random.default_rng()
+    offsets = offsets_of([scale * count for count in COUNTS[name]])
+    w = gpu_tolerance.rounded(rng.standard_normal((8, n, k)), dtype)
+    x = gpu_tolerance.rounded(rng.standard_normal((offsets[-1], k)), dtype)
+    y = _core.kernels_cuda.grouped_dense(x, offsets, w, dtype, "fused")
+    gpu_tolerance.assert_close(y, expected_of(x, offsets, w), gpu_tolerance.OUTPUT[dtype])
+    gated = _core.kernels_cuda.grouped_dense(x, offsets, w, dtype, "gated")
+    np.testing.assert_array_equal(gated, _core.kernels_cuda.gate(y, "silu", dtype))
+
+
 def w4_experts(n: int, k: int, group: int, symmetric: bool, dtype: str) -> tuple[list[np.ndarray], tuple]:
     cases = [w4_case(n, k, group, symmetric, dtype) for _ in range(8)]
     stored = [
@@ -128,17 +144,19 @@ def test_4_bit_experts_fused(
     np.testing.assert_array_equal(gated, _core.kernels_cuda.gate(y, "silu", dtype))
 
 
-@pytest.mark.parametrize("way", ["dense", "in_place", "fused"])
+@pytest.mark.parametrize("way", ["dense", "dense fused", "in_place", "fused"])
 def test_a_row_that_is_not_finite_spoils_no_other(way: str) -> None:
-    if way == "fused" and not _core.kernels_cuda.w4_fused_runs():
+    if "fused" in way and not _core.kernels_cuda.w4_fused_runs():
         pytest.skip("needs a GPU of capability 9.0 and machine code for 90a")
     offsets = offsets_of([9, 0, 20, 1, 0, 0, 3, 0])
     weights, stored = w4_experts(64, 128, 64, True, "float16")
     x = gpu_tolerance.rounded(np.random.default_rng().standard_normal((33, 128)), "float16")
     x[[3, 15]] = np.nan
-    if way == "dense":
+    if "dense" in way:
         weights = gpu_tolerance.rounded(np.stack(weights), "float16")
-        y = _core.kernels_cuda.grouped_dense(x, offsets, weights, "float16")
+        y = _core.kernels_cuda.grouped_dense(
+            x, offsets, weights, "float16", way.removeprefix("dense").strip()
+        )
     else:
         y = _core.kernels_cuda.grouped_w4(x, offsets, *stored, 64, 128, "float16", way)
     expected = expected_of(x, offsets, weights)

@@ -5,6 +5,8 @@
 namespace turbomill::cuda {
 namespace {
 
+constexpr int kFewRowsEach = 8;  // rows of an expert in the mean
+
 DeviceMemory workspace(size_t elements, size_t bytes) {
     return {elements * bytes, "the workspace of experts", "lower max_prefill_token_num"};
 }
@@ -68,6 +70,10 @@ void MoeRunner::operator()(const Moe& moe, const DeviceWeights& weights, LinearR
 void MoeRunner::experts(const DeviceLinear& w, const void* x, const ExpertRows& rows, void* y, bool gated) {
     if (!w.dense && w4_fused_fits(type_, w.w4, x) && (!gated || w.n % 16 == 0))
         return grouped_w4_fused(type_, w.w4, x, y, rows, multiprocessors_, gated, stream_);
+    // For few rows, grouped_dense is bound by the weights' bytes, and near that.
+    if (w.dense && rows.rows > kFewRowsEach * rows.experts && grouped_dense_fused_fits(type_, w.k) &&
+        (!gated || w.n % 16 == 0))
+        return grouped_dense_fused(type_, w.dense, w.n, w.k, x, y, rows, multiprocessors_, gated, stream_);
     void* product = gated ? gate_up_.as() : y;
     if (w.dense)
         grouped_dense(type_, w.dense, w.n, w.k, x, product, rows, stream_);

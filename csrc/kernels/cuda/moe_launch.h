@@ -44,10 +44,14 @@ struct ExpertRows {
 // w [E, N, K] in T.
 void grouped_dense(DType type, const void* w, int n, int k, const void* x, void* y, const ExpertRows& rows,
                    cudaStream_t stream);
+// The same on Hopper, where it fits: y [rows, N/2] = silu(gate) * up if `gated`.
+bool grouped_dense_fused_fits(DType type, int k);
+void grouped_dense_fused(DType type, const void* w, int n, int k, const void* x, void* y,
+                         const ExpertRows& rows, int multiprocessors, bool gated, cudaStream_t stream);
 // 4-bit, T 16-bit; `w`: of expert 0.
 void grouped_w4(DType type, const W4View& w, const void* x, void* y, const ExpertRows& rows,
                 cudaStream_t stream);
-// The same fused, where w4_fused_fits: y [rows, N/2] = silu(gate) * up if `gated`.
+// Likewise on Hopper, where w4_fused_fits.
 void grouped_w4_fused(DType type, const W4View& w, const void* x, void* y, const ExpertRows& rows,
                       int multiprocessors, bool gated, cudaStream_t stream);
 

@@ -6,10 +6,11 @@
 namespace turbomill::cuda {
 namespace {
 
-// Tiles of as many tokens as experts have in the mean; with any, every distribution is right.
+// Tiles of half as many tokens again as experts have in the mean, so that few of them need two and have their
+// weights read twice; with any, every distribution is right.
 W4Kernel choose_grouped(const ExpertRows& rows) {
     for (const W4Kernel& kernel : kGroupedKernels)
-        if (rows.rows <= kernel.tokens * rows.experts) return kernel;
+        if (1.5 * rows.rows <= double(kernel.tokens) * rows.experts) return kernel;
     return kGroupedKernels[std::size(kGroupedKernels) - 1];
 }
 

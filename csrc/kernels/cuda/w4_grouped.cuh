@@ -7,47 +7,12 @@
 #include <iterator>
 #include <utility>
 
+#include "kernels/cuda/grouped_work.cuh"
 #include "kernels/cuda/overlap.cuh"
 #include "kernels/cuda/w4_fused.cuh"
 #include "kernels/cuda/w4_grouped.h"
 
 namespace turbomill::cuda {
-
-// The tiles of a thread block, expert by expert, those of one block of N together.
-template <int Tokens>
-class GroupedWork {
-  public:
-    __device__ explicit GroupedWork(const GroupedJob& job)
-        : job_(job), tile_(int(blockIdx.x) - int(gridDim.x)) {
-        enter(0);
-    }
-
-    __device__ bool next() {
-        tile_ += gridDim.x;
-        while (tile_ >= tiles_) {
-            tile_ -= tiles_;
-            if (expert + 1 == job_.experts) return false;
-            enter(expert + 1);
-        }
-        const int m_tiles = tiles_ / job_.fused.n_blocks;
-        place = {tile_ / m_tiles, tile_ % m_tiles};
-        return true;
-    }
-
-    int expert, first_row, rows;  // rows of the expert
-    int2 place;                   // block of N, tile of tokens
-
-  private:
-    __device__ void enter(int e) {
-        expert = e;
-        first_row = job_.offsets[e];
-        rows = job_.offsets[e + 1] - first_row;
-        tiles_ = job_.fused.n_blocks * ((rows + Tokens - 1) / Tokens);
-    }
-
-    const GroupedJob& job_;
-    int tile_, tiles_;
-};
 
 // The copying thread.
 template <int Groups, int Tokens, bool Whole, class Sizes>
@@ -130,11 +95,8 @@ void launch_grouped_kernel(const FusedMaps& maps, const GroupedJob& job, int mul
     const auto kernel = grouped_kernel<T, Groups, Tokens, Blocks, Whole>;
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Sizes::kShared),
           "a kernel's shared memory");
-    // No more tiles than if every expert had one that is not full.
-    const int64_t tiles =
-        int64_t(job.fused.n_blocks) * (job.fused.rows / Tokens + std::min(job.experts, job.fused.rows));
-    launch_overlapped(kernel, dim3(unsigned(std::min<int64_t>(tiles, multiprocessors * Blocks))),
-                      Sizes::kThreads, Sizes::kShared, stream, "grouped_w4_fused", maps, job);
+    launch_overlapped(kernel, dim3(grouped_blocks(job, Tokens, multiprocessors * Blocks)), Sizes::kThreads,
+                      Sizes::kShared, stream, "grouped_w4_fused", maps, job);
 }
 
 template <class T>
