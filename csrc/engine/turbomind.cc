@@ -27,20 +27,22 @@ constexpr int kCentreTokens = 256;
 // model's keys are only rotated.
 void centre_keys(const ModelConfig& model, const EngineConfig& config, Backend& backend, Decoder& decoder) {
     if (!CacheLayout(model, config).rotates() || model.attention_softcap > 0.f) return;
-    const int length = std::min({kCentreTokens, config.session_len, config.max_prefill_token_num,
-                                 config.cache_block_count * config.block_len});
+    // One text, in chunks as the engine's prompts: the same whatever max_prefill_token_num is.
+    const int length =
+        std::min({kCentreTokens, config.session_len, config.cache_block_count * config.block_len});
     uint64_t state = 1;
     backend.begin_centring();
-    for (int done = 0; done < kCentreTokens; done += length) {
+    for (int done = 0; done < length; done += config.max_prefill_token_num) {
         BatchData batch;
         batch.slices.emplace_back();
         Slice& slice = batch.slices.back();
-        slice.length = length;
-        for (int i = 0; i < length; ++i) {
+        slice.context = done;
+        slice.length = std::min(config.max_prefill_token_num, length - done);
+        for (int i = 0; i < slice.length; ++i) {
             state = state * 6364136223846793005u + 1442695040888963407u;  // Knuth's MMIX generator
             slice.tokens.push_back(int((state >> 33) % uint64_t(model.vocab_size)));
         }
-        for (int i = 0; i < ceil_div(length, config.block_len); ++i) slice.blocks.push_back(i);
+        for (int i = 0; i < ceil_div(done + slice.length, config.block_len); ++i) slice.blocks.push_back(i);
         decoder.issue(batch);
         decoder.complete();
     }

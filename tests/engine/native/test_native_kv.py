@@ -37,7 +37,8 @@ def exact(store: Any) -> np.ndarray:
 
 
 @pytest.mark.parametrize("chunk", [1, 40, 512])
-def test_rotated_and_centred_keys_change_nothing_but_rounding(store: Any, exact: np.ndarray, chunk: int) -> None:
+def test_rotation_changes_nothing_but_rounding(store: Any, exact: np.ndarray, chunk: int) -> None:
+    """Nor does it that keys are stored less their centre."""
     with Native(store, kv_rotation=True, max_prefill_token_num=chunk) as engine:
         np.testing.assert_allclose(engine.logits(PROMPT), exact, atol=2e-4)
 
@@ -76,11 +77,11 @@ SCHEMES = [
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_every_scheme_is_near_the_exact_cache(store: Any, exact: np.ndarray, scheme: dict[str, Any]) -> None:
-    """However a prompt is cut: what later tokens read is the same."""
+    """However a prompt is cut: what later tokens read is the same, but for codes at the border of two."""
     with Native(store, cache_dtype="float16", **scheme) as engine:
         whole = engine.logits(PROMPT)
     with Native(store, cache_dtype="float16", max_prefill_token_num=33, **scheme) as engine:
-        np.testing.assert_allclose(engine.logits(PROMPT), whole, atol=1e-3)
+        assert divergence(whole, engine.logits(PROMPT)) < 0.1 * divergence(exact, whole)
     assert 0 < divergence(exact, whole) < (0.02 if scheme["quant_policy"] in (8, 16) else 1.0)
 
 
@@ -94,8 +95,8 @@ def test_layers_in_16_bits_bring_it_nearer(store: Any, exact: np.ndarray) -> Non
     assert kl[0] > kl[2] > 10 * kl[3]
 
 
-def outliers(path: Path) -> Any:
-    """A Qwen2 whose keys are large in some channels at every token, as those of Qwen2.5 are."""
+def biased(path: Path, biases: list[float]) -> Any:
+    """A Qwen2 whose keys have these in some channels at every token, as those of Qwen2.5 do."""
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(
         Qwen2Config(
@@ -111,23 +112,27 @@ def outliers(path: Path) -> Any:
         )
     )
     for layer in model.model.layers:
-        layer.self_attn.k_proj.bias.data[[13, 15, 32 + 14, 32 + 15]] = torch.tensor([150.0, -90.0, 120.0, 60.0])
+        layer.self_attn.k_proj.bias.data[[13, 15, 32 + 14, 32 + 15]] = torch.tensor(biases)
     model.half().save_pretrained(path)
     return store_of(path)
 
 
+def losses(store: Any) -> tuple[float, float]:
+    """KL of int4, plain and rotated."""
+    with Native(store) as engine:
+        exact = engine.logits(PROMPT)
+    found = []
+    for rotation in (False, True):
+        with Native(store, quant_policy=4, kv_rotation=rotation) as engine:
+            found.append(divergence(exact, engine.logits(PROMPT)))
+    return found[0], found[1]
+
+
 def test_outliers_in_k_break_plain_int4_and_not_rotated(tmp_path: Path) -> None:
-    store = outliers(tmp_path / "model")
-    logits = {}
-    for name, config in (
-        ("exact", {"cache_dtype": "float32"}),
-        ("int4", {"quant_policy": 4}),
-        ("rotated", {"quant_policy": 4, "kv_rotation": True}),
-    ):
-        with Native(store, **config) as engine:
-            logits[name] = engine.logits(PROMPT)
-    plain, rotated = (divergence(logits["exact"], logits[name]) for name in ("int4", "rotated"))
-    assert plain > 0.5 and rotated < plain / 10
+    """Rotated, the model with large channels in K loses about what the one without them loses anyway."""
+    plain, rotated = losses(biased(tmp_path / "large", [150.0, -90.0, 120.0, 60.0]))
+    usual, _ = losses(biased(tmp_path / "usual", [0.0, 0.0, 0.0, 0.0]))
+    assert plain > 5 * usual and plain > 5 * rotated and rotated < 2 * usual
 
 
 def test_bytes_of_a_block_by_hand(store: Any) -> None:
