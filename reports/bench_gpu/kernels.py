@@ -88,7 +88,8 @@ def check_decodes(dtype: str) -> float:
         )
         for row, qkv in zip(out, qkvs, strict=True):
             q, k, v = np.split(qkv.reshape(len(qkv), -1, dim), [heads, heads + kv_heads], 1)
-            k, v = (_stored(x, kind, rotation) for x, kind in zip((k, v), SIDES.get(policy, (policy,) * 2)))
+            k_policy, v_policy = SIDES.get(policy, (policy, policy))
+            k, v = _stored(k, k_policy, rotation), _stored(v, v_policy, rotation)
             k, v = (x.repeat(heads // kv_heads, 1).astype(np.float64) for x in (k, v))
             scores = np.einsum("hd,thd->ht", q[-1], k) / np.sqrt(dim)
             p = np.exp(scores - scores.max(1, keepdims=True))
