@@ -300,6 +300,24 @@ __global__ void add_keys_kernel(RopeArgs a, CacheView c, float* sums) {
     if (i < d) sums[head * d + i] += sum;
 }
 
+// Eight elements of a head to a thread, and a power of two of threads to a block of the rotation: all of D.
+template <class T, int D>
+__global__ void __launch_bounds__(kWarps * 32) rotate_outputs_8_kernel(T* out, int heads) {
+    constexpr int kLanes = D / 8;
+    allow_next();
+    const int item = int(blockIdx.x) * kWarps * 32 + int(threadIdx.x);
+    const bool inside = item / kLanes < heads;
+    T* elements = out + 8 * int64_t(inside ? item : 0);
+    float v[8];
+    wait_for_previous();
+    load8(elements, v);
+    hadamard_lanes<8, kLanes>(v, kFullWarp);
+    const float unit = 1.f / sqrtf(float(D));
+#pragma unroll
+    for (int i = 0; i < 8; ++i) v[i] *= unit;
+    if (inside) store8(elements, v);
+}
+
 // A warp for each head of each row.
 template <class T>
 __global__ void __launch_bounds__(kWarps * 32) rotate_outputs_kernel(T* out, int heads, int d) {
@@ -328,6 +346,13 @@ void rotate_outputs(DType type, void* out, int tokens, int num_heads, int head_d
     if (tokens == 0) return;
     const int heads = tokens * num_heads;
     with_type(type, [&]<class T>() {
+        const auto by_eight = [&]<int D>() {
+            launch_overlapped(rotate_outputs_8_kernel<T, D>, dim3(blocks_for(heads, kWarps * 256 / D)),
+                              kWarps * 32, 0, stream, "rotate_outputs", static_cast<T*>(out), heads);
+        };
+        if (head_dim == 64) return by_eight.template operator()<64>();
+        if (head_dim == 128) return by_eight.template operator()<128>();
+        if (head_dim == 256) return by_eight.template operator()<256>();
         launch_overlapped(rotate_outputs_kernel<T>, dim3(blocks_for(heads, kWarps)), kWarps * 32, 0, stream,
                           "rotate_outputs", static_cast<T*>(out), heads, head_dim);
     });
