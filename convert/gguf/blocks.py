@@ -30,7 +30,7 @@ def values_of(rows: np.ndarray, kind: str) -> Tensor:
 
 
 def codes_of(rows: np.ndarray, kind: str, bias: Tensor | None = None) -> QuantLinear:
-    """Rows of one of SCHEMES [N, bytes] as a canonical linear: dequantized, it has the bits that ggml's has."""
+    """Rows of one of SCHEMES [N, bytes] as a canonical linear; dequantized, it has ggml's bits."""
     scheme = SCHEMES[kind]
     params = 2 if scheme.mins else 1  # fp16 numbers before the codes
     size = 2 * params + BLOCK * scheme.bits // 8

@@ -192,7 +192,7 @@ class StoreCheckpoint(Checkpoint):
         return narrow if torch.equal(narrow.float() + offset, stored) else exact
 
     def _table(self, name: str) -> str:
-        """The stored name, without what follows, of an embedding or output matrix that has codes; or empty."""
+        """The stored name, without its end, of an embedding or output matrix that has codes; or empty."""
         base = self._plain.get(name, "").removesuffix(".weight")
         return base if f"{base}.qweight" in self.store.tensors else ""
 

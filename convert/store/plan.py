@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from turbomill.convert.checkpoint import Checkpoint
-from turbomill.convert.linear import DenseLinear, QuantLinear
+from turbomill.convert.linear import DenseLinear, QuantLinear, QuantScheme
 from turbomill.convert.models.base import Fusion
 from turbomill.convert.safetensors_io import DTYPES, TAGS
 from turbomill.convert.store.fuse import fuse, reorder
