@@ -108,7 +108,7 @@ const std::vector<float>& Weights::inv_freq(const ModelConfig& c, int session_le
     return use_long ? rope_long_inv_freq : rope_inv_freq;
 }
 
-void Weights::each_linear(const std::function<void(const Linear&)>& f) const {
+void Weights::each_single(const std::function<void(const Linear&)>& f) const {
     const auto visit = [&](const Linear& w) {
         if (w.n) f(w);
     };
@@ -120,8 +120,14 @@ void Weights::each_linear(const std::function<void(const Linear&)>& f) const {
         const Moe& moe = *layer.moe;
         for (const Linear* w : {&moe.router, &moe.shared_gate, &moe.shared_gate_up, &moe.shared_down})
             visit(*w);
-        for (const auto* experts : {&moe.gate_up, &moe.down})
-            for (const Linear& w : *experts) visit(w);
+    }
+}
+
+void Weights::each_stack(const std::function<void(const std::vector<Linear>&)>& f) const {
+    for (const auto& layer : layers) {
+        if (!layer.moe) continue;
+        f(layer.moe->gate_up);
+        f(layer.moe->down);
     }
 }
 

@@ -94,8 +94,10 @@ class Weights {
     std::vector<float> rope_local_inv_freq;  // of the layers local_rope_layers, or empty
     std::vector<DecoderLayer> layers;
 
-    // Everything a backend may have to copy: each linear, each vector but the linears' biases.
-    void each_linear(const std::function<void(const Linear&)>& f) const;
+    // Everything a backend may have to copy: each linear that is none of several experts, each linear's
+    // experts, each vector but the linears' biases.
+    void each_single(const std::function<void(const Linear&)>& f) const;
+    void each_stack(const std::function<void(const std::vector<Linear>&)>& f) const;
     void each_vector(const std::function<void(const std::vector<float>&)>& f) const;
     // The frequencies of a session of this length. One choice for the whole session: keys that were rotated
     // with one table cannot be attended to with another.
