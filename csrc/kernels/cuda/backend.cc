@@ -171,7 +171,7 @@ void CudaBackend::wake() {
     check(cudaSetDevice(device_), "choosing the GPU");
     if (!weights_.held()) {
         weights_ = DeviceWeights(stored_, type_, stream_);
-        embedding_ = weights_.at(table_->dense);
+        embedding_ = weights_.at(table_->dense ? table_->dense : table_->codes);
     }
     if (!cache_bytes_.bytes()) cache_bytes_ = cache_memory(layout_, config_);
     place_cache();

@@ -39,7 +39,7 @@ class CudaBackend : public Backend {
     std::unique_ptr<Buffer> allocate_residual(int rows, int columns) override;
     void set_embedding(const Linear& table) override {
         table_ = &table;
-        embedding_ = weights_.at(table.dense);
+        embedding_ = weights_.at(table.dense ? table.dense : table.codes);
     }
     void begin_step(const BatchData& batch) override;
     void copy_blocks(const std::vector<BlockCopy>& copies) override;
