@@ -12,7 +12,7 @@ QUANT_POLICIES = {"0": 0, "8": 8, "4": 4, "k8v4": 84, "16": 16, "17": 17}
 NAMES = {0: "16-bit", 8: "int8", 4: "int4", 84: "int8 K, int4 V", 16: "fp8 e4m3", 17: "fp8 e5m2"}
 K8V4 = 84
 # Policies whose rows are rotated unless told otherwise: the gain of each is in docs/kv_cache.md.
-ROTATED = (4,)
+ROTATED = (4, K8V4)
 
 
 def parse_quant_policy(value: object) -> int:
@@ -78,7 +78,7 @@ class KvScheme:
 
     def check_layers(self, num_layers: int) -> None:
         """Raise UsageError unless the model has the layers that are named."""
-        if self.layers_16bit and self.layers_16bit[-1] >= num_layers:
+        if any(layer >= num_layers for layer in self.layers_16bit):
             raise UsageError(
                 f"kv_16bit_layers names layer {self.layers_16bit[-1]}, "
                 f"the model has {num_layers}: 0 to {num_layers - 1}"

@@ -25,7 +25,7 @@ KV_OPTIONS = (
     click.option(
         "--kv-rotation/--no-kv-rotation",
         default=None,
-        help="Rotate K and V (Walsh-Hadamard) before they are stored.  [with 4 bits only]",
+        help="Rotate K and V (Walsh-Hadamard) before they are stored.  [with 4 bits in K or V]",
     ),
     click.option(
         "--kv-16bit-layers",

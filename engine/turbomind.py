@@ -79,7 +79,8 @@ class TurbomindEngine:
         self._prompts = PromptEncoder(_tokenizer(self.store), self.store.model["vocab_size"])
         self._session_len = self._choose_session_len()
         self._device, chosen = resolve_device(self.config.device, self._core)
-        self.config.kv.check_layers(self.store.model["num_layers"])
+        if self.config.kv_16bit_layers:
+            self.config.kv.check_layers(self.store.model["num_layers"])
         self.info = EngineInfo("turbomind", self._device, reason, self.config.kv.describe(self._cache_dtype))
         logger.info("device %s: %s", self._device, chosen)
         self._bridge = Bridge()

@@ -62,7 +62,7 @@ def ppl(
 @TEXT
 @click.option(
     "--policies",
-    default="0,16,8,k8v4,4,4r",
+    default="0,16,8,k8v4r,4,4r",
     show_default=True,
     help="The caches to measure, beside 0, as --quant-policy spells them; r: rotated.",
 )

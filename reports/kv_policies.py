@@ -48,8 +48,8 @@ POLICIES = {
     )
 }
 # What `eval kv` scores unless told otherwise, and what plans list: one scheme for each size.
-EVALUATED = ("16", "fp8", "8", "k8v4", "4", "4r")
-PLANNED = ("16", "8", "fp8", "k8v4", "4r")
+EVALUATED = ("16", "fp8", "8", "k8v4r", "4", "4r")
+PLANNED = ("16", "8", "fp8", "k8v4r", "4r")
 
 
 def policy_of(kv: KvScheme) -> CachePolicy:

@@ -128,7 +128,7 @@ def choose(fits: Sequence[Fit]) -> Fit | None:
     table); another model may differ, which `turbomill eval kv` says.
     """
     order = [("16", "16"), ("16", "8"), ("4", "16"), ("4", "8")]
-    order += [(weights, kv) for kv in ("k8v4", "4r") for weights in ("16", "4")]
+    order += [(weights, kv) for kv in ("k8v4r", "4r") for weights in ("16", "4")]
     by_name = {(fit.weights, fit.kv): fit for fit in fits if not fit.note}
     known = [by_name[key] for key in order if key in by_name]
     others = [fit for fit in fits if not fit.note and fit not in known]
