@@ -15,7 +15,7 @@ from turbomill import console
 from turbomill.engine.stores import open_model
 from turbomill.errors import TurbomillError, UsageError
 from turbomill.reports.latency import RequestResult, summarize
-from turbomill.reports.load_client import LoadOptions, LoadRequest, http_client, run_load, send, served_model
+from turbomill.reports.load_client import LoadOptions, LoadRequest, http_client, run_load, send, served_card
 from turbomill.reports.runs import ModelCard, Run, check_run_dir, model_card, new_run, save_run
 from turbomill.reports.server_process import server
 from turbomill.reports.slo import Slo, find_knee
@@ -32,7 +32,7 @@ async def load_server(
 ) -> dict[str, Any]:
     """Put the load on a running server; returns fields named as `vllm bench serve` names them."""
     async with http_client(base_url, api_key) as client:
-        name = model or await served_model(client)
+        name = model or (await served_card(client))["id"]
         # One request that does not count: it fails at once where the whole load would, and warms the server.
         first = options.requests()[0]
         body = {"model": name, "prompt": first.prompt, "max_tokens": 1, "stream": True}

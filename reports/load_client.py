@@ -100,12 +100,13 @@ def http_client(base_url: str, api_key: str | None = None) -> httpx.AsyncClient:
     )
 
 
-async def served_model(client: httpx.AsyncClient) -> str:
-    """The first model of the server. Raises TurbomillError when there is no such server."""
+async def served_card(client: httpx.AsyncClient) -> dict[str, Any]:
+    """What the server says of its first model. Raises TurbomillError when there is no such server."""
     try:
         answer = await client.get("v1/models")
         answer.raise_for_status()
-        return answer.json()["data"][0]["id"]
+        card = answer.json()["data"][0]
+        return {**card, "id": str(card["id"])}
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
         raise TurbomillError(
             f"{client.base_url}: no OpenAI-compatible server answers there ({_reason(error)}); "

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from turbomill.reports.quant_log import sentence
-from turbomill.reports.runs import KvPolicy, Run, Variant
+from turbomill.reports.runs import KvPolicy, Run, TaskScore, Variant
 from turbomill.reports.tables import kl_text, kv_sentences, number, percent
+
+TASKS_TOLD = 6  # the others are in the table
 
 
 def summarize_runs(runs: Sequence[Run]) -> list[str]:
@@ -21,6 +23,8 @@ def summarize_runs(runs: Sequence[Run]) -> list[str]:
         lines += _variants(run.variants)
         if run.score is not None and run.model is not None:
             lines.append(_score(run))
+        if run.tasks:
+            lines.append(_tasks(run))
         if run.policies and run.model is not None:
             lines += kv_sentences(run)
             lines += _policies(run.model.name, run.policies)
@@ -78,6 +82,22 @@ def _policies(name: str, policies: Sequence[KvPolicy]) -> list[str]:
             text += f", KL from {kl_text(base.kl)} to {kl_text(policy.kl)}"
         lines.append(text + ".")
     return lines
+
+
+def _tasks(run: Run) -> str:
+    """The first metric of every group, and of every task that is in none."""
+    groups = [row for row in run.tasks if row.group]
+    shown: dict[str, TaskScore] = {}
+    for row in groups or run.tasks:
+        shown.setdefault(row.task, row)
+    told = [
+        f"{row.task} {row.metric} {number(row.value, 3)}"
+        + ("" if row.stderr is None else f" (standard error {number(row.stderr, 3)})")
+        for row in shown.values()
+    ]
+    return f"{run.model.name if run.model else 'The model'}: {'; '.join(told[:TASKS_TOLD])}" + (
+        f"; and {len(told) - TASKS_TOLD} more." if len(told) > TASKS_TOLD else "."
+    )
 
 
 def _score(run: Run) -> str:

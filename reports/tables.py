@@ -12,7 +12,7 @@ from rich.text import Text
 
 from turbomill.reports.compare import Compared
 from turbomill.reports.plan import Fit
-from turbomill.reports.runs import KvPolicy, LayerKv, ModelCard, Run, Score, Speed, Variant
+from turbomill.reports.runs import KvPolicy, LayerKv, ModelCard, Run, Score, Speed, TaskScore, Variant
 
 if TYPE_CHECKING:
     from turbomill.reports.bench_store import StoreSpeed
@@ -113,6 +113,30 @@ def variants_kv_table(variants: Sequence[Variant]) -> Table:
     return _table("KV cache", ("variant", *KV_COLUMNS), rows)
 
 
+TASK_COLUMNS = ("task", "metric", "value", "standard error", "documents", "examples")
+
+
+def task_row(score: TaskScore) -> tuple[str, ...]:
+    """For TASK_COLUMNS. Of a group the harness knows no number of examples."""
+    metric = score.metric if score.filter == "none" else f"{score.metric}, {score.filter}"
+    return (
+        f"{score.task} (group)" if score.group else score.task,
+        metric,
+        number(score.value, 4),
+        number(score.stderr, 4),
+        f"{score.documents:,}",
+        "–" if score.fewshot is None else str(score.fewshot),
+    )
+
+
+def tasks_table(scores: Sequence[TaskScore]) -> Table:
+    """`eval tasks`."""
+    table = _table("Tasks", TASK_COLUMNS, [task_row(score) for score in scores])
+    # Names are long, and their ends tell them apart.
+    table.columns[0].overflow, table.columns[0].min_width = "fold", 24
+    return table
+
+
 LENGTH_COLUMNS = ("KV bits", "context", "perplexity", "KL", "passkey", "copy")
 LAYER_COLUMNS = ("layer", "K outlier", "K in 8", "K in 4", "V in 8", "V in 4")
 
@@ -203,7 +227,7 @@ def compared_table(rows: Sequence[Compared]) -> Table:
         lines.append(
             (
                 escape(row.name),
-                "perplexity" if row.metric == "nll" else "KL",
+                {"nll": "perplexity", "kl": "KL"}.get(row.metric, row.metric),
                 number(row.value, digits),
                 number(row.baseline_value, digits),
                 f"{change.mean:+.4f} [{change.low:+.4f}, {change.high:+.4f}]",
@@ -211,7 +235,8 @@ def compared_table(rows: Sequence[Compared]) -> Table:
                 row.verdict,
             )
         )
-    title = escape(f"Against {rows[0].baseline}; differences in nats, with 95 % intervals")
+    unit = " in nats" if rows[0].metric in ("nll", "kl") else ""
+    title = escape(f"Against {rows[0].baseline}; differences{unit}, with 95 % intervals")
     columns = ("model", "by", "it", "baseline", "difference", "p", "verdict")
     return _table(title, columns, lines)
 

@@ -17,6 +17,7 @@ from turbomill.reports.tables import (
     LATENCY_COLUMNS,
     LENGTH_COLUMNS,
     SPEED_COLUMNS,
+    TASK_COLUMNS,
     VARIANT_COLUMNS,
     kv_row,
     latency_rows,
@@ -25,6 +26,7 @@ from turbomill.reports.tables import (
     percent_change,
     sensitivity_rows,
     speed_row,
+    task_row,
     variant_row,
 )
 from turbomill.reports.tables import LAYER_COLUMNS as SENSITIVITY
@@ -93,6 +95,10 @@ SENSITIVITY_NOTE = (
     "Outlier: the largest channel of K over the median one of its head. The others: error of the attention's "
     "output, relative to its energy, when K alone, or V alone, is rounded."
 )
+TASK_NOTE = (
+    "Tasks of lm-evaluation-harness. The standard error says how much a value would move with other "
+    "documents of the same kind; whether two models differ, `turbomill eval compare` tells by pairs of them."
+)
 KV_NOTE = "Bytes per token count keys and values of all layers, with the scales and zeros of 8 and 4 bits."
 
 
@@ -106,7 +112,10 @@ def report_view(
         title=title,
         summary=[*_change_sentences(changes), *(summarize_runs(runs) or ["Nothing was measured."])],
         changes=[_change_table(changes)] if changes else [],
-        tables=[_variant_table(variants)] if variants else [],
+        tables=[
+            *([_variant_table(variants)] if variants else []),
+            *(_task_table(run) for run in runs if run.tasks),
+        ],
         plots=plots,
         kv_tables=_kv_tables(runs, variants),
         speed_tables=[table for run in runs for table in _speed_tables(run)],
@@ -165,6 +174,12 @@ def _variant_table(variants: Sequence[Variant]) -> TableView:
     ranked = [(v.kl, i) for i, v in enumerate(variants) if v.kl is not None and v.model.scheme]
     best = frozenset({min(ranked)[1]} if len(ranked) > 1 else ())
     return TableView("Variants", SCORE_NOTE, columns, tuple(rows), best)
+
+
+def _task_table(run: Run) -> TableView:
+    name = run.model.name if run.model else "model"
+    rows = tuple(task_row(score) for score in run.tasks)
+    return TableView(f"Tasks, {name}", TASK_NOTE, TASK_COLUMNS, rows)
 
 
 def _kv_tables(runs: Sequence[Run], variants: Sequence[Variant]) -> list[TableView]:
