@@ -1,4 +1,4 @@
-"""`turbomill plan`, `report`, `runs`, `verify` and `demo`."""
+"""`turbomill plan`, `report`, `sweep`, `runs`, `verify` and `demo`."""
 
 from __future__ import annotations
 
@@ -70,6 +70,43 @@ def report(
             line = f"worse: {c.metric} of {c.name}: {c.then:.4f} before, {c.now:.4f} now"
             console.stdout.print(line, style="red", soft_wrap=True, markup=False, highlight=False)
     if worse:
+        sys.exit(1)
+
+
+@click.command(context_settings=SETTINGS)
+@click.argument("recipes", metavar="RECIPES.yaml", type=click.Path(path_type=Path, dir_okay=False))
+@click.option(
+    "--work-dir",
+    type=click.Path(path_type=Path),
+    default=Path("sweep"),
+    show_default=True,
+    help="Everything goes here; what is unchanged is reused.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the variants as JSON on stdout.")
+def sweep(recipes: Path, work_dir: Path, as_json: bool) -> None:
+    """Quantize, convert, score and measure a grid of recipes, and leave a report.
+
+    RECIPES.yaml names the model and the recipes; a list in the place of a value makes a grid
+    (docs/evaluation.md). Started again, a sweep goes on where it was stopped. The exit code is 1 when a
+    variant failed.
+    """
+    from turbomill import console
+    from turbomill.reports.sweep import Sweeper
+    from turbomill.reports.sweep_file import load_sweep
+
+    console.setup_logging()
+    sweeper = Sweeper(load_sweep(recipes), work_dir)
+    run = sweeper.run()
+    if as_json:
+        variants = [variant.model_dump() for variant in run.variants]
+        console.emit_json({"variants": variants, "failed": sweeper.failures})
+    else:
+        console.stdout.print(sweeper.table.render())
+        for name, error in sweeper.failures.items():
+            line = f"failed: {name}: {error}"
+            console.stdout.print(line, style="red", soft_wrap=True, markup=False, highlight=False)
+        console.stdout.print(f"report: {work_dir / 'report.html'}", soft_wrap=True, highlight=False)
+    if sweeper.failures:
         sys.exit(1)
 
 

@@ -19,7 +19,7 @@ SCHEMA_VERSION = 2
 READABLE = (1, 2)  # 2 added fields, all of which may be missing
 RUN_FILE = "run.json"
 Verdict = Literal["safe", "test first", "do not use"]
-Kind = Literal["ppl", "kv", "tasks", "bench_engine", "bench_serve", "demo", "quantize"]
+Kind = Literal["ppl", "kv", "tasks", "bench_engine", "bench_serve", "demo", "quantize", "sweep"]
 
 
 class Record(BaseModel):
