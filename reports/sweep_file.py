@@ -87,7 +87,7 @@ class BenchKeys(Keys):
     concurrency: list[int] = [1]
     prompt_tokens: list[int] = [128]
     completion_tokens: list[int] = [64]
-    test_round: int = Field(3, ge=1)
+    test_round: int = Field(default=3, ge=1)
 
 
 class ServeKeys(Keys):

@@ -178,7 +178,7 @@ def test_a_variant_that_fails_leaves_the_others(tiny, text_file, write, tmp_path
 def test_every_recipe_is_checked_before_the_first_begins(tiny, text_file, write, tmp_path):
     wrong = "  - {name: a, method: awq, w_bits: 3}\n  - {name: b, method: rtn, w_group_size: 48}\n"
     sweeper = Sweeper(load_sweep(write(text_of(tiny, text_file, RECIPES + wrong))), tmp_path / "out")
-    with pytest.raises(UsageError, match="2 of 3 recipes cannot run: a: .*; b: ") as caught:
+    with pytest.raises(UsageError, match=r"2 of 3 recipes cannot run: a: .*; b: ") as caught:
         sweeper.run()
     assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
 
