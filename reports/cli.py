@@ -42,7 +42,7 @@ def report(
     speed_tolerance: float,
     as_json: bool,
 ) -> None:
-    """Render runs (directories with run.json) as one HTML page, with Markdown beside it.
+    """Render runs (directories with run.json) as one HTML page, with Markdown and JSON beside it.
 
     A RUN may also be a checkpoint that `turbomill lite` wrote: its table of linears becomes part of the page.
     """
@@ -59,13 +59,13 @@ def report(
     loaded = [load_quantization(path) if is_quantization(path) else load_run(path) for path in runs]
     changes = against(loaded, [load_run(path) for path in baselines], tolerance) if baselines else []
     first = runs[0] if runs[0].is_dir() else runs[0].parent
-    html, markdown = write_report(loaded, output or first / "report.html", changes)
+    html, markdown, data = write_report(loaded, output or first / "report.html", changes)
     worse = [change for change in changes if change.change == "worse"]
     if as_json:
-        found = {"html": str(html), "markdown": str(markdown)}
+        found = {"html": str(html), "markdown": str(markdown), "json": str(data)}
         console.emit_json({**found, "changes": [asdict(c) for c in changes]} if baselines else found)
     else:
-        console.stdout.print(f"{html}\n{markdown}", soft_wrap=True, markup=False, highlight=False)
+        console.stdout.print(f"{html}\n{markdown}\n{data}", soft_wrap=True, markup=False, highlight=False)
         for c in worse:
             line = f"worse: {c.metric} of {c.name}: {c.then:.4f} before, {c.now:.4f} now"
             console.stdout.print(line, style="red", soft_wrap=True, markup=False, highlight=False)

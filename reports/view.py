@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from turbomill.reports.baseline import Changed
-from turbomill.reports.plots import Plot, quality_speed, rate_latency, size_quality
+from turbomill.reports.plots import Plot
+from turbomill.reports.plots_lines import kv_by_length, layer_loss, rate_latency
+from turbomill.reports.plots_pareto import quality_speed, size_quality
 from turbomill.reports.quant_log import COLUMNS as LAYER_COLUMNS
 from turbomill.reports.quant_log import NOTE as LAYER_NOTE
 from turbomill.reports.quant_log import layer_rows
 from turbomill.reports.runs import Run, Variant
-from turbomill.reports.summary import summarize_runs
+from turbomill.reports.summary import Headline, headline, summarize_runs
 from turbomill.reports.tables import (
     KV_COLUMNS,
     LATENCY_COLUMNS,
@@ -65,14 +67,17 @@ class ReportView:
     """The report."""
 
     title: str
+    verdict: Headline | None
     summary: list[str]
     changes: list[TableView]
     tables: list[TableView]
     plots: list[Plot]
     kv_tables: list[TableView]
+    kv_plots: list[Plot]
     speed_tables: list[TableView]
     speed_plots: list[Plot]
     layer_tables: list[TableView]
+    layer_plots: list[Plot]
     dialogues: list[tuple[str, str]]
     runs: list[RunView]
 
@@ -110,6 +115,7 @@ def report_view(
     plots = [plot for plot in (size_quality(variants), quality_speed(variants)) if plot is not None]
     return ReportView(
         title=title,
+        verdict=headline(runs, sum(c.change == "worse" for c in changes)),
         summary=[*_change_sentences(changes), *(summarize_runs(runs) or ["Nothing was measured."])],
         changes=[_change_table(changes)] if changes else [],
         tables=[
@@ -118,12 +124,30 @@ def report_view(
         ],
         plots=plots,
         kv_tables=_kv_tables(runs, variants),
+        kv_plots=[
+            plot
+            for i, run in enumerate(runs)
+            if (plot := kv_by_length(run.policies, _model_name(run), i)) is not None
+        ],
         speed_tables=[table for run in runs for table in _speed_tables(run)],
         speed_plots=[plot for i, run in enumerate(runs) if (plot := _rate_plot(run, i)) is not None],
+        layer_plots=[
+            plot
+            for i, run in enumerate(runs)
+            if (plot := layer_loss(run.layers, _quantization(run), i)) is not None
+        ],
         layer_tables=[_layer_table(run) for run in runs if run.layers],
         dialogues=[(run.question, run.answer) for run in runs if run.question and run.answer is not None],
         runs=[_run_view(number + 1, run) for number, run in enumerate(runs)],
     )
+
+
+def _model_name(run: Run) -> str:
+    return run.model.name if run.model else "model"
+
+
+def _quantization(run: Run) -> str:
+    return run.model.name if run.model else str(run.provenance.get("method", "quantized"))
 
 
 def _change_sentences(changes: Sequence[Changed]) -> list[str]:
@@ -177,7 +201,7 @@ def _variant_table(variants: Sequence[Variant]) -> TableView:
 
 
 def _task_table(run: Run) -> TableView:
-    name = run.model.name if run.model else "model"
+    name = _model_name(run)
     rows = tuple(task_row(score) for score in run.tasks)
     return TableView(f"Tasks, {name}", TASK_NOTE, TASK_COLUMNS, rows)
 
@@ -189,7 +213,7 @@ def _kv_tables(runs: Sequence[Run], variants: Sequence[Variant]) -> list[TableVi
         tables.append(TableView("KV cache by variant", KV_NOTE, ("variant", *KV_COLUMNS), tuple(rows)))
     for run in runs:
         if run.policies:
-            name = run.model.name if run.model else "model"
+            name = _model_name(run)
             rows = [kv_row(policy) for policy in run.policies]
             tables.append(TableView(f"KV cache of {name}", KV_NOTE, KV_COLUMNS, tuple(rows)))
             if rows := length_rows(run.policies):
@@ -204,7 +228,7 @@ def _kv_tables(runs: Sequence[Run], variants: Sequence[Variant]) -> list[TableVi
 def _speed_tables(run: Run) -> list[TableView]:
     tables = []
     if run.engine:
-        name = run.model.name if run.model else "model"
+        name = _model_name(run)
         note = f"Medians of {run.engine[0].rounds} rounds; tokens/s of all sequences together."
         rows = tuple(speed_row(speed) for speed in run.engine)
         tables.append(TableView(f"Engine, {name}", note, SPEED_COLUMNS, rows))
@@ -228,7 +252,7 @@ def _rate_plot(run: Run, number: int) -> Plot | None:
 
 
 def _layer_table(run: Run) -> TableView:
-    title = f"Linears, {run.provenance.get('method', 'quantized')}"
+    title = f"Linears, {_quantization(run)}"
     return TableView(title, LAYER_NOTE, LAYER_COLUMNS, tuple(layer_rows(run.layers)))
 
 
