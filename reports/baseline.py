@@ -91,6 +91,9 @@ def _figures(run: Run) -> Iterator[tuple[tuple[str, str], Figure]]:
         label = f"{name} batch {speed.batch}, {speed.prompt_tokens} + {speed.completion_tokens}"
         yield (label, "prefill tokens/s"), Figure(speed.prefill_tok_s, False, "speed")
         yield (label, "decode tokens/s"), Figure(speed.decode_tok_s, False, "speed")
+        for metric, value in (("prefill", speed.mixed_prefill_tok_s), ("decode", speed.mixed_decode_tok_s)):
+            if value is not None:
+                yield (label, f"mixed {metric} tokens/s"), Figure(value, False, "speed")
     for load in run.serve:
         label = f"server {load['model_id']} at {load['request_rate']} requests/s"
         for field, metric, low in SERVE:

@@ -83,6 +83,9 @@ class Speed(Record):
     prefill_tok_s: float
     decode_tok_s: float  # all sequences together
     rounds: int
+    # While `batch` sequences decode and the prompts of as many more are read; None: not measured.
+    mixed_prefill_tok_s: float | None = None
+    mixed_decode_tok_s: float | None = None
 
 
 class ByLength(Record):

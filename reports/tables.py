@@ -56,7 +56,7 @@ def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) ->
 VARIANT_COLUMNS = ("variant", "perplexity", "KL", "top-1", "on disk", "peak memory", "decode tok/s")
 KV_COLUMNS = ("KV bits", "bytes/token", "perplexity", "KL", "top-1", "decode tok/s", "sequences", "verdict")
 SCORE_COLUMNS = ("model", "perplexity", "KL", "top-1", "top-5", "positions")
-SPEED_COLUMNS = ("batch", "prompt", "output", "prefill tok/s", "decode tok/s")
+SPEED_COLUMNS = ("batch", "prompt", "output", "prefill tok/s", "decode tok/s", "mixed: prefill", "and decode")
 LATENCY_COLUMNS = ("ms", "mean", "median", "p90", "p95", "p99")
 
 
@@ -90,7 +90,8 @@ def kv_row(policy: KvPolicy) -> tuple[str, ...]:
 def speed_row(speed: Speed) -> tuple[str, ...]:
     """For SPEED_COLUMNS."""
     sizes = (str(speed.batch), str(speed.prompt_tokens), str(speed.completion_tokens))
-    return (*sizes, number(speed.prefill_tok_s, 1), number(speed.decode_tok_s, 1))
+    mixed = (number(speed.mixed_prefill_tok_s, 1), number(speed.mixed_decode_tok_s, 1))
+    return (*sizes, number(speed.prefill_tok_s, 1), number(speed.decode_tok_s, 1), *mixed)
 
 
 def latency_rows(load: dict[str, float | None]) -> list[tuple[str, ...]]:
@@ -303,6 +304,8 @@ def serve_tables(run: Run) -> list[Table]:
         totals = [
             ("completed requests", str(load["completed"])),
             ("failed requests", str(load["failed"])),
+            ("of those rejected", str(load.get("rejected", 0))),
+            ("answers of another length than asked for", str(load.get("lengths_missed", 0))),
             ("duration", f"{load['duration']:.2f} s"),
             ("requests/s", number(load["request_throughput"], 2)),
             ("output tokens/s", number(load["output_throughput"], 1)),

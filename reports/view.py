@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from turbomill.reports.baseline import Changed
 from turbomill.reports.plots import Plot
@@ -230,6 +231,8 @@ def _speed_tables(run: Run) -> list[TableView]:
     if run.engine:
         name = _model_name(run)
         note = f"Medians of {run.engine[0].rounds} rounds; tokens/s of all sequences together."
+        if any(speed.mixed_decode_tok_s is not None for speed in run.engine):
+            note += " Mixed: while so many sequences decode, as many prompts more are read."
         rows = tuple(speed_row(speed) for speed in run.engine)
         tables.append(TableView(f"Engine, {name}", note, SPEED_COLUMNS, rows))
     for load in run.serve:
@@ -238,13 +241,25 @@ def _speed_tables(run: Run) -> list[TableView]:
         )
         limit = f", at most {load['max_concurrency']} at a time" if load["max_concurrency"] else ""
         note = (
-            f"{load['completed']} requests completed and {load['failed']} failed in "
+            f"{load['completed']} requests completed and {load['failed']} failed{_missed(load)} in "
             f"{number(load['duration'], 1)} s, sent {pace}{limit}: {number(load['output_throughput'], 1)} "
             "output tokens/s. Latencies in milliseconds."
         )
         rows = tuple(latency_rows(load))
         tables.append(TableView(f"Server, {load['model_id']}, {pace}", note, LATENCY_COLUMNS, rows))
     return tables
+
+
+def _missed(load: dict[str, Any]) -> str:
+    """What went wrong beside failures; runs of older versions do not say."""
+    parts = []
+    if load.get("rejected"):
+        parts.append(f"{load['rejected']} of them rejected")
+    if load.get("lengths_missed"):
+        parts.append(f"{load['lengths_missed']} answers of another length than asked for")
+    if load.get("server_stopped"):
+        parts.append("the server stopped")
+    return f" ({', '.join(parts)})" if parts else ""
 
 
 def _rate_plot(run: Run, number: int) -> Plot | None:

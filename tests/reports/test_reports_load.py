@@ -14,7 +14,8 @@ from turbomill.errors import TurbomillError, UsageError
 from turbomill.reports import bench_serve as module
 from turbomill.reports.bench_serve import Knee, TraceFile, bench_serve
 from turbomill.reports.latency import RequestResult
-from turbomill.reports.load_client import LoadOptions, LoadRequest
+from turbomill.reports.load_client import LoadOptions
+from turbomill.reports.load_shapes import LoadRequest
 from turbomill.reports.render import render_html
 from turbomill.reports.runs import load_run
 from turbomill.reports.slo import Slo, find_knee
