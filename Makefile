@@ -16,7 +16,7 @@ GPU_BUILD  := build/gpu
 # Several tests at a time where pytest can: most of their time is the host's.
 GPU_PYTEST ?= $(shell $(GPU_PYTHON) -c "import xdist" 2> /dev/null && echo "-n 8")
 
-.PHONY: install demo test lint format bench clean cuda-check gpu-build gpu-check bench-gpu tune-gpu
+.PHONY: install demo test lint format bench clean cuda-check gpu-build gpu-check gpu-sanitize bench-gpu tune-gpu
 
 install: $(BUILT)
 
@@ -85,6 +85,13 @@ gpu-build:
 # Builds with the packages that are on the machine, offline, and runs tests/gpu.
 gpu-check: gpu-build
 	PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} OMP_NUM_THREADS=2 $(GPU_PYTHON) -m pytest -c tests/gpu/gpu.ini --rootdir=. tests/gpu $(GPU_PYTEST)
+
+# Every kernel once under compute-sanitizer: memory errors, then races in shared memory.
+gpu-sanitize: gpu-build
+	for tool in memcheck racecheck; do \
+	  PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} compute-sanitizer --tool $$tool --error-exitcode 1 \
+	    $(GPU_PYTHON) tests/gpu/sanitize.py || exit 1; \
+	done
 
 bench-gpu: gpu-build
 	PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(GPU_PYTHON) -m turbomill.reports.bench_gpu

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from turbomill.calib_data import builtin, hub
 from turbomill.calib_data.files import read_path
-from turbomill.calib_data.sampling import sample_ids
+from turbomill.calib_data.sampling import OPENING, PIECE, sample_ids
 from turbomill.calib_data.windows import Windows, fingerprint, windows
 from turbomill.errors import TurbomillError, UsageError
 
@@ -118,7 +118,10 @@ def load_windows(
     if name == "self":
         if model is None:
             raise UsageError("self: needs the model it samples from")
-        cut = sample_ids(model(), samples, seqlen, seed + (split == "evaluation"))
+        pieces = samples * -(-seqlen // PIECE)
+        text = token_ids(tokenizer, load_texts("builtin", split))
+        openings = text.unfold(0, OPENING, max((text.numel() - OPENING) // pieces, 1))  # [>= pieces, OPENING]
+        cut = sample_ids(model(), samples, seqlen, seed, openings=openings)
     else:
         limit = samples * seqlen * HUB_CHARACTERS_PER_TOKEN if name in hub.HUB_SETS else None
         texts = load_texts(name, split, tokenizer, limit)

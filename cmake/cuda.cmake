@@ -41,8 +41,12 @@ if(TURBOMILL_CUDA_FOUND)
     csrc/kernels/cuda/attention_tensor_4.cu
     csrc/kernels/cuda/attention_tensor_8.cu
     csrc/kernels/cuda/elementwise.cu
+    csrc/kernels/cuda/fault.cu
+    csrc/kernels/cuda/grouped_dense.cu
+    csrc/kernels/cuda/grouped_dense_wgmma.cu
     csrc/kernels/cuda/kv_unpack.cu
     csrc/kernels/cuda/logits.cu
+    csrc/kernels/cuda/moe.cu
     csrc/kernels/cuda/overlap.cu
     csrc/kernels/cuda/rope_cache.cu
     csrc/kernels/cuda/sampling.cu
@@ -51,7 +55,13 @@ if(TURBOMILL_CUDA_FOUND)
     csrc/kernels/cuda/w4_fused.cu
     csrc/kernels/cuda/w4_fused_bf16.cu
     csrc/kernels/cuda/w4_fused_f16.cu
+    csrc/kernels/cuda/w4_grouped.cu
+    csrc/kernels/cuda/w4_grouped_bf16.cu
+    csrc/kernels/cuda/w4_grouped_f16.cu
+    csrc/kernels/cuda/attention_choice.cc
     csrc/kernels/cuda/backend.cc
+    csrc/kernels/cuda/backend_layers.cc
+    csrc/kernels/cuda/backend_output.cc
     csrc/kernels/cuda/device.cc
     csrc/kernels/cuda/device_weights.cc
     csrc/kernels/cuda/edits.cc
@@ -59,7 +69,10 @@ if(TURBOMILL_CUDA_FOUND)
     csrc/kernels/cuda/graphs.cc
     csrc/kernels/cuda/linear.cc
     csrc/kernels/cuda/memory.cc
+    csrc/kernels/cuda/moe.cc
+    csrc/kernels/cuda/rope_table.cc
     csrc/kernels/cuda/step.cc
+    csrc/kernels/cuda/stream.cc
     csrc/kernels/cuda/tiles.cc
     csrc/kernels/cuda/w4_plan.cc)
   target_include_directories(kernels_cuda PUBLIC csrc ${CUBLASLT_INCLUDE_DIR} ${CUDAToolkit_INCLUDE_DIRS})

@@ -33,6 +33,16 @@ def unpack_w4(packed: Tensor, k: int, n: int) -> Tensor:
     return torch.from_numpy(_repack().unpack_w4(packed.contiguous().numpy(), k, n))
 
 
+def pack_w8(codes: Tensor) -> Tensor:
+    """uint8 [K, N] -> uint8 [ceil(N/64), ceil(K/64), 4, 8, 2, 64], as layout.pack_w8."""
+    return torch.from_numpy(_repack().pack_w8(codes.contiguous().numpy()))
+
+
+def unpack_w8(packed: Tensor, k: int, n: int) -> Tensor:
+    """The inverse."""
+    return torch.from_numpy(_repack().unpack_w8(packed.contiguous().numpy(), k, n))
+
+
 def unpack_awq(words: Tensor) -> Tensor:
     """int32 [R, N/8] -> uint8 [R, N], as formats.awq.unpack_words."""
     return torch.from_numpy(_repack().unpack_awq(words.contiguous().numpy()))

@@ -36,7 +36,8 @@ def rewrite(model: str | Path, dst: Path, target: TargetFormat, *, force: bool =
     """Write MODEL, a checkpoint or a store, as a checkpoint at `dst`; whole or not at all.
 
     Codes, scales, zeros and dense weights are the model's own: nothing is quantized or rounded, except that
-    `hf` dequantizes, in the dtype of the scales. Raises UsageError for what the format cannot hold, before
+    `hf` dequantizes, in the dtype of the scales, and that an embedding or output matrix with codes (GGUF's)
+    is written dense in the model's dtype. Raises UsageError for what the format cannot hold, before
     anything is written, and CheckpointError for the model.
     """
     return rewrite_checkpoint(open_any(model), dst, target, force=force)

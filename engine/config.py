@@ -21,6 +21,7 @@ RANGES = (
     ("presence_penalty", -100, 100),
     ("frequency_penalty", -100, 100),
 )
+CPU_ACTIVATIONS = ("auto", "float32", "int16", "int8")
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
 
@@ -51,6 +52,7 @@ class EngineConfig:
     cache_dtype: str = "auto"  # "auto": the model's own dtype
     device: str = "auto"  # "cpu", "cuda" or "cuda:N"; "auto": a GPU when the core can use one, else the CPU
     num_threads: int = 0  # 0: every core the process may run on
+    cpu_activations: str = "auto"  # what a CPU multiplies quantized weights with; "auto": int16 if it can
     enable_prefix_caching: bool = True  # keep KV blocks for later prompts that begin alike
     eager_mode: bool = False  # never record a GPU's decode steps as CUDA graphs
     backend: str = "turbomind"
@@ -75,6 +77,7 @@ class EngineConfig:
         for name, allowed in (
             ("quant_policy", QUANT_POLICIES),
             ("cache_dtype", CACHE_DTYPES),
+            ("cpu_activations", CPU_ACTIVATIONS),
             ("backend", BACKENDS),
         ):
             value = getattr(self, name)

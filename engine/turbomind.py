@@ -96,6 +96,13 @@ class TurbomindEngine:
             logger.info("sessions of up to %d tokens: RoPE with the %s-context factors", session_len, kind)
         return session_len
 
+    def _activation_bits(self) -> int:
+        """Of what a CPU multiplies packed weights with. Raises UsageError where it cannot."""
+        wanted, able = self.config.cpu_activations, self._core.cpu_features()["int8"]
+        if wanted in ("int8", "int16") and self._device == "cpu" and not able:
+            raise UsageError(f"cpu_activations is {wanted!r}, which needs AVX-512 VNNI; use 'float32'")
+        return {"float32": 32, "int16": 16, "int8": 8}.get(wanted, 16 if able else 32)
+
     def _start(self) -> _core.Engine:
         core, config, store = self._core, self.config, self.store
         try:
@@ -108,6 +115,7 @@ class TurbomindEngine:
         settings: dict[str, Any] = {
             "device": self._device,
             "num_threads": config.num_threads,
+            "activation_bits": self._activation_bits(),
             "eager_mode": config.eager_mode,
             "enable_prefix_caching": config.enable_prefix_caching,
             "max_batch_size": config.max_batch_size,

@@ -1,4 +1,4 @@
-"""GGUF's linears: Q4_0 and Q4_1 as codes in groups of 32. Every other block type is dense."""
+"""GGUF's linears: Q4_0, Q4_1 and Q8_0 as codes in groups of 32. Every other block type is dense."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class BlockSource(Protocol):
 
 @dataclass(frozen=True)
 class GgufFormat(WeightFormat):
-    """Linears of 4-bit blocks of 32. GGUF files are read, not written."""
+    """Linears of 4- or 8-bit blocks of 32. GGUF files are read, not written."""
 
     scheme: QuantScheme
 

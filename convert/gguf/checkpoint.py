@@ -77,7 +77,8 @@ class GgufCheckpoint(Checkpoint):
     @property
     def note(self) -> str:
         """Which block types lose their form: all but those of linears with codes."""
-        linears = self.arch.linear_prefixes(self.config)
+        tables = [name.removesuffix(".weight") for name in (self.arch.embedding, self.arch.head)]
+        linears = [*self.arch.linear_prefixes(self.config), *tables]
         return self.lost({f"{prefix}.weight" for prefix in linears if self.format_of(prefix).scheme})
 
     def lost(self, kept: set[str]) -> str:
@@ -134,7 +135,7 @@ class GgufCheckpoint(Checkpoint):
         return GgufFormat(SCHEMES[max(schemes)[1]]) if schemes else DenseFormat()
 
     def format_of(self, prefix: str) -> WeightFormat:
-        """Q4_0 and Q4_1 keep their codes; the rest is dense."""
+        """Q4_0, Q4_1 and Q8_0 keep their codes; the rest is dense."""
         part = self._parts.get(f"{prefix}.weight")
         if part is None or len(part.shape) != 2 or part.tensor.kind not in SCHEMES:
             return DenseFormat()

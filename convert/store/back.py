@@ -53,7 +53,8 @@ def norm_names(arch: Architecture, config: dict[str, Any]) -> set[str]:
 
 
 class StoreCheckpoint(Checkpoint):
-    """`store` as a checkpoint. A dense linear is `X.weight`; a quantized one is had by `linear` alone."""
+    """`store` as a checkpoint. A dense linear is `X.weight`; a quantized one is had by `linear` alone. An
+    embedding or output matrix with codes is had by `linear` exactly, and by its name in the model's dtype."""
 
     def __init__(self, store: Store) -> None:
         self.store, self.path = store, store.path
@@ -93,7 +94,8 @@ class StoreCheckpoint(Checkpoint):
     def shape(self, name: str) -> tuple[int, ...]:
         """From the manifest; of a linear's, from the sizes of the model."""
         if name in self._plain:
-            return self.store.tensors[self._plain[name]].shape
+            table = self._table(name)
+            return self.store.tensors[f"{table}.qweight" if table else self._plain[name]].logical
         k, n = self._sizes[self._short(name)]
         return (n,) if name.endswith(".bias") else (n, k)
 
@@ -101,6 +103,8 @@ class StoreCheckpoint(Checkpoint):
         """From the manifest; a norm with an offset has the model's where that loses nothing."""
         if name in self._norms:
             return self.tensor(name).dtype
+        if self._table(name):
+            return getattr(torch, self.store.manifest["dtype"])
         prefix, _, kind = name.rpartition(".")
         where = self._plain[name] if name in self._plain else f"{self._fusions[prefix][0]}.{kind}"
         return getattr(torch, self.store.tensors[where].dtype)
@@ -114,6 +118,8 @@ class StoreCheckpoint(Checkpoint):
         """One tensor. Raises CheckpointError for what is not there, a quantized linear's among it."""
         if name in self._norms:
             return self._without_offset(self.store.tensor(self._plain[name]))
+        if table := self._table(name):
+            return self.store.linear(table).dequantize().to(self.dtype_of(name))
         if name in self._plain:
             return self.store.tensor(self._plain[name])
         prefix, _, kind = name.rpartition(".")
@@ -130,6 +136,8 @@ class StoreCheckpoint(Checkpoint):
 
     def linear(self, prefix: str) -> Linear:
         """A linear as the checkpoint had it: its rows of the fused one, in its own order and group."""
+        if table := self._table(f"{prefix}.weight"):
+            return self.store.linear(table)
         if prefix not in self._fusions:
             raise missing(self.path, prefix, self._fusions)
         name, fusion, expert = self._fusions[prefix]
@@ -182,6 +190,11 @@ class StoreCheckpoint(Checkpoint):
         exact = stored - offset
         narrow = exact.to(getattr(torch, self.store.manifest["dtype"]))
         return narrow if torch.equal(narrow.float() + offset, stored) else exact
+
+    def _table(self, name: str) -> str:
+        """The stored name, without its end, of an embedding or output matrix that has codes; or empty."""
+        base = self._plain.get(name, "").removesuffix(".weight")
+        return base if f"{base}.qweight" in self.store.tensors else ""
 
     def _is_dense(self, prefix: str) -> bool:
         return prefix in self._fusions and f"{self._fusions[prefix][0]}.weight" in self.store.tensors

@@ -129,7 +129,7 @@ def _manifest(
     files = sorted(path for path in directory.rglob("*") if path.is_file())
     sizes = {path.relative_to(directory).as_posix(): path.stat().st_size for path in files}
     return {
-        "format_version": version_for(tensors),
+        "format_version": version_for({name: info.layout for name, info in tensors.items()}),
         "architecture": checkpoint.arch.name,
         "model": checkpoint.arch.model_config(config),
         "context_length": int(config.get("max_position_embeddings", 2048)),

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from math import isfinite, prod
 from pathlib import Path
 from typing import Any
 
 from turbomill.convert.safetensors_io import DTYPES
-from turbomill.convert.store.layout import DENSE, GROUP, TILE, VECTOR, W4, padded
+from turbomill.convert.store.layout import BITS, DENSE, GROUP, TILE, VECTOR, W8, padded, tile_shape
 from turbomill.errors import CheckpointError
 
-FORMAT_VERSION = 2  # the newest that is known
-READABLE = (1, 2)
+FORMAT_VERSION = 3  # the newest that is known
+READABLE = (1, 2, 3)
 NEW_IN_2 = (".mins", ".order")  # tensors that a reader of version 1 would not miss
 DTYPE_OF = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
 SIZES = (
@@ -44,7 +44,7 @@ REQUIRED: dict[str, type | tuple[type, ...]] = {
 class TensorInfo:
     """One tensor of a store. `offset` counts from the start of the file."""
 
-    layout: str  # vector, dense.nk, w4.n64k64, group.n64
+    layout: str  # vector, dense.nk, w4.n64k64, w8.n64k64, group.n64
     dtype: str  # float16, bfloat16, float32, uint8, int32
     shape: list[int]  # as stored, padded
     logical: list[int]  # [N, K] of a linear's weight, without padding; else as shape
@@ -58,8 +58,11 @@ class TensorInfo:
         return asdict(self)
 
 
-def version_for(tensors: Iterable[str]) -> int:
-    """The oldest format version that has such tensors, so that old readers read what they can."""
+def version_for(tensors: Mapping[str, str]) -> int:
+    """The oldest format version that has such tensors, name -> layout, so that old readers read what they
+    can."""
+    if W8 in tensors.values() or "tok_embeddings.qweight" in tensors:
+        return 3
     return 2 if any(name.endswith(NEW_IN_2) for name in tensors) else 1
 
 
@@ -73,7 +76,7 @@ def check_manifest(path: Path, manifest: dict[str, Any]) -> None:
     version = manifest.get("format_version")
     if version not in READABLE:
         raise CheckpointError(
-            f"{path}: format_version {version}, this turbomill reads {' and '.join(map(str, READABLE))}; "
+            f"{path}: format_version {version}, this turbomill reads {', '.join(map(str, READABLE))}; "
             "convert the checkpoint again or use a newer turbomill"
         )
     absent = [key for key in REQUIRED if key not in manifest]
@@ -160,14 +163,16 @@ def _wrong_tensor(info: TensorInfo, files: dict[str, int]) -> str:
 def _wrong_layout(info: TensorInfo) -> str:
     if info.layout in (VECTOR, DENSE):
         return "" if info.shape == info.logical else f"shape {info.shape} is not {info.logical}"
-    if info.layout not in (W4, GROUP):
+    if info.layout not in (*BITS, GROUP):
         return f"layout {str(info.layout)[:40]!r} is not known"
     if len(info.logical) not in (2, 3) or info.group is None or 0 in info.logical:
         return f"a packed linear of {info.logical}, group {info.group}"
     *stack, n, k = info.logical
     rows, columns = padded(n) // TILE, padded(k)
-    tail = [columns // TILE, 4, 32, 16] if info.layout == W4 else [columns // info.group, TILE]
-    expected = [*stack, rows, *tail]
+    if info.layout == GROUP:
+        expected = [*stack, rows, columns // info.group, TILE]
+    else:
+        expected = [*stack, rows, columns // TILE, *tile_shape(BITS[info.layout])]
     if columns % info.group or info.shape != expected:
         return f"shape {info.shape}, expected {expected} for {info.logical}, group {info.group}"
     return ""

@@ -11,20 +11,21 @@ import torch
 from torch import Tensor
 
 from turbomill.convert.checkpoint import Checkpoint
-from turbomill.convert.linear import DenseLinear, QuantLinear
+from turbomill.convert.linear import DenseLinear, QuantLinear, QuantScheme
 from turbomill.convert.models.base import Fusion
 from turbomill.convert.safetensors_io import DTYPES, TAGS
 from turbomill.convert.store.fuse import fuse, reorder
 from turbomill.convert.store.layout import (
     DENSE,
     GROUP,
+    PACKED,
     TILE,
     VECTOR,
-    W4,
+    pack_codes,
     pack_groups,
-    pack_w4,
     padded,
     stored_group,
+    tile_shape,
 )
 from turbomill.convert.store.scheme import as_stored, stored_scheme
 from turbomill.errors import CheckpointError, UnsupportedModelError
@@ -97,6 +98,10 @@ def _norm(checkpoint: Checkpoint, name: str, source: str) -> Step:
 def _matrix(
     checkpoint: Checkpoint, name: str, source: str, change: Callable[[Tensor], Tensor] | None = None
 ) -> Step:
+    prefix = source.removesuffix(".weight")
+    table = None if change is not None else _table(checkpoint, name.removesuffix(".weight"), prefix)
+    if table is not None:
+        return table
     shape = checkpoint.shape(source)
     planned = Planned(name, DENSE, TAGS[checkpoint.dtype_of(source)], shape, shape)
 
@@ -105,6 +110,37 @@ def _matrix(
         return [tensor if change is None else change(tensor)]
 
     return Step((planned,), build)
+
+
+def _table(checkpoint: Checkpoint, name: str, prefix: str) -> Step | None:
+    """The embedding or the output matrix where the checkpoint has codes of it that a layout holds."""
+    if not checkpoint.has(f"{prefix}.weight"):
+        return None
+    n, k = checkpoint.shape(f"{prefix}.weight")
+    form = checkpoint.format_of(prefix)
+    scheme = stored_scheme([form.scheme_of(prefix, k)], k)
+    if scheme is None or form.order(checkpoint, prefix) is not None:
+        return None
+    dtype = _value_dtype(checkpoint, [prefix], packed=True)
+
+    def build(_expert: int) -> list[Tensor]:
+        return list(_quant_tensors(as_stored(prefix, checkpoint.linear(prefix), scheme, dtype)))
+
+    return Step(tuple(_packed(name, scheme, TAGS[dtype], (n, k))), build)
+
+
+def _packed(name: str, scheme: QuantScheme, tag: str, logical: tuple[int, ...]) -> list[Planned]:
+    """Codes, and the values beside them, of a linear [N, K], or of experts [E, N, K]."""
+    *stack, n, k = logical
+    group = stored_group(scheme.group, k)
+    tiles = (*stack, padded(n) // TILE, padded(k) // TILE, *tile_shape(scheme.bits))
+    groups = (*stack, padded(n) // TILE, padded(k) // group, TILE)
+    found = [
+        Planned(f"{name}.qweight", PACKED[scheme.bits], "U8", tiles, logical, group),
+        Planned(f"{name}.scales", GROUP, tag, groups, logical, group),
+    ]
+    beside = "mins" if scheme.mins else "" if scheme.symmetric else "zeros"
+    return [*found, Planned(f"{name}.{beside}", GROUP, tag, groups, logical, group)] if beside else found
 
 
 def _linear(checkpoint: Checkpoint, index: int, fusion: Fusion) -> Step:
@@ -152,17 +188,7 @@ def _linear(checkpoint: Checkpoint, index: int, fusion: Fusion) -> Step:
     if scheme is None:
         weight = Planned(f"{name}.weight", DENSE, TAGS[dtype], logical, logical)
         return Step((weight, *bias), lambda expert: list(_dense_tensors(load(expert))), experts)
-    group, tag = stored_group(scheme.group, k), TAGS[dtype]
-    tiles = (*stack, padded(n) // TILE, padded(k) // TILE, 4, 32, 16)
-    groups = (*stack, padded(n) // TILE, padded(k) // group, TILE)
-    planned = [
-        Planned(f"{name}.qweight", W4, "U8", tiles, logical, group),
-        Planned(f"{name}.scales", GROUP, tag, groups, logical, group),
-    ]
-    if scheme.mins:
-        planned.append(Planned(f"{name}.mins", GROUP, tag, groups, logical, group))
-    elif not scheme.symmetric:
-        planned.append(Planned(f"{name}.zeros", GROUP, tag, groups, logical, group))
+    planned = _packed(name, scheme, TAGS[dtype], logical)
     if rows is not None:
         planned.append(Planned(f"{name}.order", VECTOR, "I32", (k,), (k,)))
     return Step((*planned, *bias), lambda expert: list(_quant_tensors(load(expert))), experts)
@@ -204,7 +230,7 @@ def _dense_tensors(linear: DenseLinear | QuantLinear) -> Iterator[Tensor]:
 def _quant_tensors(linear: DenseLinear | QuantLinear) -> Iterator[Tensor]:
     assert isinstance(linear, QuantLinear)
     k, _ = linear.shape
-    yield pack_w4(linear.codes)
+    yield pack_codes(linear.codes, linear.scheme.bits)
     yield pack_groups(linear.scales, linear.scheme.group, k)
     if linear.mins is not None:
         yield pack_groups(linear.mins, linear.scheme.group, k)

@@ -17,7 +17,7 @@ from turbomill.convert.hf import load_tokenizer, read_json
 from turbomill.convert.linear import DenseLinear, Linear, QuantLinear, QuantScheme
 from turbomill.convert.safetensors_io import map_file, view
 from turbomill.convert.source import STORE_FILE
-from turbomill.convert.store.layout import unpack_groups, unpack_w4
+from turbomill.convert.store.layout import BITS, unpack_codes, unpack_groups
 from turbomill.convert.store.manifest import check_manifest
 from turbomill.convert.store.writer import checksum
 from turbomill.errors import CheckpointError
@@ -148,7 +148,7 @@ class Store:
         if grid is None:
             return DenseLinear(self._part(f"{name}.weight", expert), bias)
         n, k = self.tensors[f"{name}.qweight"].logical[-2:]
-        codes = unpack_w4(self._part(f"{name}.qweight", expert), k, n)
+        codes = unpack_codes(self._part(f"{name}.qweight", expert), grid.scheme.bits, k, n)
         order = self.tensor(f"{name}.order") if f"{name}.order" in self.tensors else None
         return QuantLinear(codes, grid.scales, grid.zeros, grid.scheme, bias, grid.mins, order)
 
@@ -158,14 +158,16 @@ class Store:
             return None
         info = self.tensors[f"{name}.qweight"]
         (n, k), group = info.logical[-2:], info.group or 0
+        bits = BITS[info.layout]
         scales = unpack_groups(self._part(f"{name}.scales", expert), group, k, n)
         with_zeros, with_mins = f"{name}.zeros" in self.tensors, f"{name}.mins" in self.tensors
-        zeros, mins = torch.full(scales.shape, 0 if with_mins else 8, dtype=torch.uint8), None
+        zero = 0 if with_mins else 2 ** (bits - 1)
+        zeros, mins = torch.full(scales.shape, zero, dtype=torch.uint8), None
         if with_mins:
             mins = unpack_groups(self._part(f"{name}.mins", expert), group, k, n)
         elif with_zeros:
             zeros = unpack_groups(self._part(f"{name}.zeros", expert), group, k, n).to(torch.uint8)
-        scheme = QuantScheme(4, group, not (with_zeros or with_mins), with_mins)
+        scheme = QuantScheme(bits, group, not (with_zeros or with_mins), with_mins)
         return StoredGrid(scales, zeros, mins, scheme)
 
     def _part(self, name: str, expert: int | None) -> Tensor:

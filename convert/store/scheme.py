@@ -1,8 +1,8 @@
 """What a fused linear is stored as, when its parts may be quantized differently.
 
-The packed layout holds 4-bit codes. Codes of 2 and 3 bits are 4-bit codes too, and values of a group can be
-repeated for its halves, so parts of at most 4 bits always meet in one packed scheme without a change of any
-weight. Everything else (5 to 8 bits, a group with no layout, a dense part) is stored dense.
+The packed layouts hold codes of 4 and of 8 bits. Codes of fewer bits are codes of more bits too, and values
+of a group can be repeated for its halves, so quantized parts always meet in one packed scheme without a
+change of any weight. Everything else (a group with no layout, a dense part) is stored dense.
 """
 
 from __future__ import annotations
@@ -21,17 +21,16 @@ from turbomill.convert.linear import (
     all_finite,
     storable_scales,
 )
+from turbomill.convert.store.layout import PACKED
 from turbomill.errors import CheckpointError
 
-BITS = 4
-HALF = 2 ** (BITS - 1)  # the zero of a symmetric linear, as stored
 LARGEST, SMALLEST = 128, 32  # groups with a layout, beside all of K
 
 
 def stored_scheme(schemes: Sequence[QuantScheme | None], k: int) -> QuantScheme | None:
     """The packed scheme that holds linears of K in-features exactly, or None: they are stored dense."""
     known = [scheme for scheme in schemes if scheme is not None]
-    if len(known) < len(schemes) or any(scheme.bits > BITS for scheme in known):
+    if not known or len(known) < len(schemes):
         return None
     mins = any(scheme.mins for scheme in known)
     if mins and not all(scheme.mins or scheme.symmetric for scheme in known):
@@ -43,7 +42,8 @@ def stored_scheme(schemes: Sequence[QuantScheme | None], k: int) -> QuantScheme 
         if group < SMALLEST:
             return None
     symmetric = not mins and all(scheme.symmetric for scheme in known)
-    return QuantScheme(BITS, group or k, symmetric, mins)
+    bits = min(size for size in PACKED if size >= max(scheme.bits for scheme in known))
+    return QuantScheme(bits, group or k, symmetric, mins)
 
 
 def as_stored(name: str, linear: Linear, scheme: QuantScheme | None, dtype: torch.dtype) -> Linear:
@@ -54,9 +54,8 @@ def as_stored(name: str, linear: Linear, scheme: QuantScheme | None, dtype: torc
     assert isinstance(linear, QuantLinear)
     if scheme.mins:
         linear = linear.with_mins()
-    half = 2 ** (linear.scheme.bits - 1)
-    # A symmetric scheme's zero is implied: 2- and 3-bit codes move up to stand around it.
-    shift = HALF - half if scheme.symmetric else 0
+    # A symmetric scheme's zero is implied: codes of fewer bits move up to stand around it.
+    shift = 2 ** (scheme.bits - 1) - 2 ** (linear.scheme.bits - 1) if scheme.symmetric else 0
     return QuantLinear(
         codes=linear.codes + shift if shift else linear.codes,
         scales=_regrouped(storable_scales(name, linear.scales).to(dtype), linear, scheme.group),

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from turbomill.convert.store.layout import DENSE, GROUP, TILE, W4
+from turbomill.convert.store.layout import BITS, DENSE, GROUP, TILE
 from turbomill.convert.store.reader import Store
 
 SIZES = (2, 4, 8)
@@ -78,7 +78,7 @@ def problems(model: dict[str, Any], tensors: Iterable[Sized], tp: int) -> list[s
     found: dict[str, str] = {}
     for tensor in tensors:
         linear, _, what = tensor.name.rpartition(".")
-        if tensor.layout not in (W4, DENSE) and what != "order":
+        if tensor.layout not in (*BITS, DENSE) and what != "order":
             continue
         kind = linear.split(".", 2)[-1] if linear.startswith("layers.") else linear
         why = _misfit(model, linear, tensor, tp)
@@ -91,7 +91,7 @@ def _misfit(model: dict[str, Any], linear: str, tensor: Sized, tp: int) -> str:
     part = part_of(model, linear, tp, tp - 1)
     if tensor.name.endswith(".order"):
         return "its rows are in an order of their own (desc_act)" if part.columns is not None else ""
-    step = TILE if tensor.layout == W4 else 1
+    step = TILE if tensor.layout in BITS else 1
     if part.columns is not None:
         size = tensor.logical[-1]
         step = lcm(step, tensor.group or 1)
@@ -116,7 +116,7 @@ def padded_multiple(model: dict[str, Any], tensors: Iterable[Sized], tp: int) ->
     """What MLPs' inner sizes must be multiples of so that they split in `tp`: whole tiles and groups."""
     inner = _inner(model, "w_down")
     groups = [
-        t.group or 1 for t in tensors if t.layout == W4 and t.name.rpartition(".")[0].endswith("w_down")
+        t.group or 1 for t in tensors if t.layout in BITS and t.name.rpartition(".")[0].endswith("w_down")
     ]
     return tp * lcm(TILE, *(group for group in groups if group < inner))
 
@@ -155,7 +155,7 @@ def _step(layout: str, group: int | None, columns: bool) -> int:
     """Rows, or columns, of the weight to one index of a stored tensor."""
     if layout == GROUP:
         return (group or 1) if columns else TILE
-    return TILE if layout == W4 else 1
+    return TILE if layout in BITS else 1
 
 
 def _even(size: int, tp: int, rank: int) -> range:

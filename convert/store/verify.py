@@ -97,6 +97,10 @@ def _other_pairs(back: StoreCheckpoint, checkpoint: Checkpoint) -> Pairs:
         yield name, store.tensor(f"{name}.inv_freq"), table
     norms = norm_names(arch, config) if arch.norm_offset else set()
     for name, stored in plain_names(arch, config, checkpoint.tied).items():
+        prefix, table = name.removesuffix(".weight"), stored.removesuffix(".weight")
+        if f"{table}.qweight" in store.tensors:
+            yield from _linear_pairs(prefix, store.linear(table), checkpoint.linear(prefix))
+            continue
         theirs = checkpoint.tensor(name)
         if name in norms:
             theirs = theirs.float() + arch.norm_offset

@@ -94,6 +94,8 @@ void ModelConfig::validate() const {
 }
 
 void EngineConfig::validate() const {
+    require(activation_bits == 8 || activation_bits == 16 || activation_bits == 32,
+            "activation_bits is " + std::to_string(activation_bits) + ", expected 8, 16 or 32");
     require(num_threads >= 0, "num_threads must not be negative");
     require(max_batch_size > 0, "max_batch_size must be positive");
     require(session_len > 0, "session_len must be positive");

@@ -15,7 +15,7 @@ std::unique_ptr<Backend> make_backend(const ModelConfig& model, const EngineConf
     if (config.device == "cpu")
         return std::make_unique<cpu::CpuBackend>(model, config, inv_freq, weights.rope_local_inv_freq);
 #ifdef TM_CUDA
-    return std::make_unique<cuda::CudaBackend>(model, config, weights, inv_freq);
+    return std::make_unique<cuda::CudaBackend>(model, config, weights, inv_freq, weights.rope_local_inv_freq);
 #else
     throw std::invalid_argument("device is '" + config.device +
                                 "', but this build has the cpu backend only: rebuild with TURBOMILL_CUDA=ON");

@@ -16,6 +16,7 @@
 #include "kernels/cuda/error.h"
 #include "kernels/cuda/launch.h"
 #include "kernels/cuda/linear.h"
+#include "python/bench_tools.h"
 #include "python/cuda_array.h"
 #include "python/register.h"
 
@@ -27,66 +28,6 @@ namespace {
 
 using cuda::check;
 using cuda::DeviceMemory;
-
-constexpr size_t kColdBytes = size_t(240) << 20;  // several times any GPU's L2
-constexpr size_t kPattern = size_t(1) << 21;      // random elements that fill larger arrays by repetition
-
-std::vector<uint16_t> random_halves(size_t count, DType type, float low, float high) {
-    std::mt19937 generator(7);
-    std::uniform_real_distribution<float> uniform(low, high);
-    std::vector<uint16_t> bits(count);
-    for (auto& b : bits)
-        b = type == DType::F16 ? float_to_f16(uniform(generator)) : float_to_bf16(uniform(generator));
-    return bits;
-}
-
-// Fills device memory with repetitions of `pattern`.
-template <class T>
-void fill(const DeviceMemory& memory, const std::vector<T>& pattern) {
-    const size_t bytes = std::min(pattern.size() * sizeof(T), memory.bytes());
-    check(cudaMemcpy(memory.as(), pattern.data(), bytes, cudaMemcpyHostToDevice), "filling");
-    for (size_t at = bytes; at < memory.bytes(); at += bytes)
-        check(cudaMemcpy(memory.as<uint8_t>() + at, memory.as(), std::min(bytes, memory.bytes() - at),
-                         cudaMemcpyDeviceToDevice),
-              "filling");
-}
-
-DeviceMemory random_memory(size_t bytes, const std::vector<uint16_t>& pattern) {
-    DeviceMemory memory(bytes, "a benchmark's data", "use a smaller case");
-    fill(memory, pattern);
-    return memory;
-}
-
-// Median microseconds of `launches` calls recorded in one graph, per call.
-double time_graph(cudaStream_t stream, int launches, int repeats, const std::function<void(int)>& call) {
-    for (int i = 0; i < std::min(launches, 2); ++i) call(i);  // algorithms are chosen outside the capture
-    check(cudaStreamSynchronize(stream), "warming up");
-    cudaGraph_t graph = nullptr;
-    cudaGraphExec_t exec = nullptr;
-    check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture");
-    for (int i = 0; i < launches; ++i) call(i);
-    check(cudaStreamEndCapture(stream, &graph), "capture");
-    check(cudaGraphInstantiate(&exec, graph, 0), "graph");
-    cudaEvent_t begin = nullptr, end = nullptr;
-    check(cudaEventCreate(&begin), "event");
-    check(cudaEventCreate(&end), "event");
-    std::vector<float> times;
-    for (int i = 0; i < repeats + 2; ++i) {
-        check(cudaEventRecord(begin, stream), "event");
-        check(cudaGraphLaunch(exec, stream), "replay");
-        check(cudaEventRecord(end, stream), "event");
-        check(cudaEventSynchronize(end), "replay");
-        float milliseconds = 0;
-        check(cudaEventElapsedTime(&milliseconds, begin, end), "event");
-        if (i >= 2) times.push_back(milliseconds);
-    }
-    cudaEventDestroy(begin);
-    cudaEventDestroy(end);
-    cudaGraphExecDestroy(exec);
-    cudaGraphDestroy(graph);
-    std::nth_element(times.begin(), times.begin() + times.size() / 2, times.end());
-    return double(times[times.size() / 2]) * 1000 / launches;
-}
 
 // A linear's data: as many copies of the weight as no cache holds, x and y.
 class LinearCase {
@@ -206,7 +147,7 @@ double bench_attention(int batch, int context, int length, int num_heads, int nu
     weights.embedding.dtype = type;
     weights.embedding.dense = embedding.data();
     weights.output = weights.embedding;
-    cuda::CudaBackend backend(model, config, weights, std::vector<float>(head_dim / 2, 0.f));
+    cuda::CudaBackend backend(model, config, weights, std::vector<float>(head_dim / 2, 0.f), {});
 
     const int rows = config.max_prefill_token_num;
     const auto qkv = backend.allocate(rows, model.qkv_dim()), out = backend.allocate(rows, model.q_dim());
@@ -290,6 +231,7 @@ void register_bench_cuda(py::module_& m) {
           py::arg("num_heads"), py::arg("num_kv_heads"), py::arg("head_dim"), py::arg("block_len") = 64,
           py::arg("quant_policy") = 0, py::arg("dtype") = "float16", py::arg("repeats") = 9);
     m.def("bench_copy", &bench_copy);
+    register_bench_cuda_moe(m);
 }
 
 }  // namespace turbomill::python

@@ -5,6 +5,7 @@
 
 #include <array>
 #include <cstring>
+#include <stdexcept>
 #include <vector>
 
 #include "core/half.h"
@@ -18,6 +19,10 @@ namespace turbomill::python {
 using Floats = pybind11::array_t<float, pybind11::array::c_style | pybind11::array::forcecast>;
 using Bytes = pybind11::array_t<uint8_t, pybind11::array::c_style>;
 using Bits16 = pybind11::array_t<uint16_t, pybind11::array::c_style>;
+
+inline void require(bool ok, const char* message) {
+    if (!ok) throw std::invalid_argument(message);
+}
 
 // (warpgroups, tokens, blocks, splits) of a plan, as Python passes it.
 using PlanTuple = std::array<int, 4>;

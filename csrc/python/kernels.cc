@@ -32,10 +32,11 @@ void require(bool ok, const char* message) {
     if (!ok) throw std::invalid_argument(message);
 }
 
-Floats run_linear(const Linear& w, const Floats& x, const std::string& isa, int threads) {
+Floats run_linear(const Linear& w, const Floats& x, const std::string& isa, int threads,
+                  int activation_bits = 32) {
     require(x.ndim() == 2 && x.shape(1) == w.k, "x must be [M, K]");
     ThreadPool pool(threads);
-    cpu::LinearRunner linear(cpu::kernels(isa.c_str()), pool);
+    cpu::LinearRunner linear(cpu::kernels(isa.c_str()), pool, activation_bits);
     Floats y({x.shape(0), py::ssize_t(w.n)});
     linear(w, x.data(), int(x.shape(0)), y.mutable_data());
     return y;
@@ -53,14 +54,15 @@ Floats dense_linear(const Floats& x, const py::array& w, const std::string& dtyp
     return run_linear(linear, x, isa, threads);
 }
 
-Linear w4_of(const Bytes& codes, const Bits16& scales, const std::optional<Bits16>& zeros, int n, int k,
-             const std::string& dtype, const std::optional<Bits16>& mins, const std::vector<int>& order) {
-    require(codes.ndim() == 5 && scales.ndim() == 3,
-            "codes must be [N/64, K/64, 4, 32, 16], scales [N/64, G, 64]");
+Linear packed_of(const Bytes& codes, const Bits16& scales, const std::optional<Bits16>& zeros, int n, int k,
+                 const std::string& dtype, const std::optional<Bits16>& mins, const std::vector<int>& order) {
+    require((codes.ndim() == 5 || codes.ndim() == 6) && scales.ndim() == 3,
+            "codes must be [N/64, K/64, 4, 32, 16] or [N/64, K/64, 4, 8, 2, 64], scales [N/64, G, 64]");
     Linear linear;
     linear.n = n;
     linear.k = k;
     linear.codes = codes.data();
+    linear.bits = codes.ndim() == 5 ? 4 : 8;
     linear.scales = scales.data();
     linear.zeros = zeros ? zeros->data() : nullptr;
     linear.mins = mins ? mins->data() : nullptr;
@@ -72,17 +74,19 @@ Linear w4_of(const Bytes& codes, const Bits16& scales, const std::optional<Bits1
     return linear;
 }
 
-Floats w4_linear(const Floats& x, const Bytes& codes, const Bits16& scales,
-                 const std::optional<Bits16>& zeros, int n, int k, const std::string& dtype,
-                 const std::string& isa, int threads, const std::optional<Bits16>& mins,
-                 const std::vector<int>& order) {
-    return run_linear(w4_of(codes, scales, zeros, n, k, dtype, mins, order), x, isa, threads);
+Floats packed_linear(const Floats& x, const Bytes& codes, const Bits16& scales,
+                     const std::optional<Bits16>& zeros, int n, int k, const std::string& dtype,
+                     const std::string& isa, int threads, const std::optional<Bits16>& mins,
+                     const std::vector<int>& order, int activation_bits) {
+    return run_linear(packed_of(codes, scales, zeros, n, k, dtype, mins, order), x, isa, threads,
+                      activation_bits);
 }
 
-// The weight [N, K] that w4 codes and what is beside them stand for.
-Floats w4_expand(const Bytes& codes, const Bits16& scales, const std::optional<Bits16>& zeros, int n, int k,
-                 const std::string& dtype, const std::optional<Bits16>& mins, const std::vector<int>& order) {
-    const std::vector<float> values = expand(w4_of(codes, scales, zeros, n, k, dtype, mins, order));
+// The weight [N, K] that codes and what is beside them stand for.
+Floats packed_expand(const Bytes& codes, const Bits16& scales, const std::optional<Bits16>& zeros, int n,
+                     int k, const std::string& dtype, const std::optional<Bits16>& mins,
+                     const std::vector<int>& order) {
+    const std::vector<float> values = expand(packed_of(codes, scales, zeros, n, k, dtype, mins, order));
     Floats out({n, k});
     std::copy(values.begin(), values.end(), out.mutable_data());
     return out;
@@ -235,11 +239,12 @@ void register_kernels(py::module_& parent) {
         parent.def_submodule("kernels", "Single CPU kernels on numpy arrays, for tests and benchmarks.");
     m.def("dense_linear", &dense_linear, py::arg("x"), py::arg("w"), py::arg("dtype"),
           py::arg("bias") = std::vector<float>(), py::arg("isa") = "", py::arg("threads") = 1);
-    m.def("w4_linear", &w4_linear, py::arg("x"), py::arg("codes"), py::arg("scales"), py::arg("zeros"),
-          py::arg("n"), py::arg("k"), py::arg("dtype") = "float16", py::arg("isa") = "",
-          py::arg("threads") = 1, py::arg("mins") = std::nullopt, py::arg("order") = std::vector<int>());
-    m.def("w4_expand", &w4_expand, py::arg("codes"), py::arg("scales"), py::arg("zeros"), py::arg("n"),
-          py::arg("k"), py::arg("dtype") = "float16", py::arg("mins") = std::nullopt,
+    m.def("packed_linear", &packed_linear, py::arg("x"), py::arg("codes"), py::arg("scales"),
+          py::arg("zeros"), py::arg("n"), py::arg("k"), py::arg("dtype") = "float16", py::arg("isa") = "",
+          py::arg("threads") = 1, py::arg("mins") = std::nullopt, py::arg("order") = std::vector<int>(),
+          py::arg("activation_bits") = 32);
+    m.def("packed_expand", &packed_expand, py::arg("codes"), py::arg("scales"), py::arg("zeros"),
+          py::arg("n"), py::arg("k"), py::arg("dtype") = "float16", py::arg("mins") = std::nullopt,
           py::arg("order") = std::vector<int>());
     m.def("rms_norm", &rms_norm, py::arg("x"), py::arg("w"), py::arg("eps"), py::arg("isa") = "");
     m.def("rope", &rope, py::arg("x"), py::arg("cos"), py::arg("sin"), py::arg("isa") = "");

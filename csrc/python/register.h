@@ -12,6 +12,12 @@ void register_repack(pybind11::module_& m);        // the submodule `repack`, fo
 void register_harness(pybind11::module_& m);       // the submodule `harness`, for tests
 void register_kernels(pybind11::module_& m);       // the submodule `kernels`, for tests and benchmarks
 void register_kernels_cuda(pybind11::module_& m);  // likewise `kernels_cuda`, when CUDA is built in
-void register_bench_cuda(pybind11::module_& m);    // timers on the GPU, a part of `kernels_cuda`
+// Parts of `kernels_cuda`.
+void register_kernels_cuda_linear(pybind11::module_& m);
+void register_kernels_cuda_attention(pybind11::module_& m);
+void register_kernels_cuda_moe(pybind11::module_& m);
+void register_kernels_cuda_sampling(pybind11::module_& m);
+void register_bench_cuda(pybind11::module_& m);  // timers on the GPU
+void register_bench_cuda_moe(pybind11::module_& m);
 
 }  // namespace turbomill::python

@@ -5,6 +5,7 @@
 #include <pybind11/pybind11.h>
 
 #include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "python/register.h"
@@ -37,19 +38,24 @@ Bytes filled(const std::vector<py::ssize_t>& shape, int threads, const Fill& fil
     return out;
 }
 
-Bytes pack(const Bytes& codes, int threads) {
+Bytes pack(const Bytes& codes, int threads, bool wide) {
     require(codes.ndim() == 2, "codes must be [K, N]");
     const int k = int(codes.shape(0)), n = int(codes.shape(1));
-    return filled({tiles(n), tiles(k), 4, 32, 16}, threads,
-                  [&, from = codes.data()](uint8_t* to, auto& pool) { pack_w4(from, k, n, to, pool); });
+    std::vector<py::ssize_t> shape{tiles(n), tiles(k)};
+    for (const int size : wide ? std::vector{4, 8, 2, 64} : std::vector{4, 32, 16}) shape.push_back(size);
+    return filled(shape, threads, [&, from = codes.data()](uint8_t* to, auto& pool) {
+        (wide ? pack_w8 : pack_w4)(from, k, n, to, pool);
+    });
 }
 
-Bytes unpack(const Bytes& packed, int k, int n, int threads) {
-    require(packed.ndim() == 5 && packed.shape(0) == tiles(n) && packed.shape(1) == tiles(k) &&
-                packed.size() == py::ssize_t(tiles(n)) * tiles(k) * 2048,
-            "packed must be [ceil(N/64), ceil(K/64), 4, 32, 16]");
-    return filled({k, n}, threads,
-                  [&, from = packed.data()](uint8_t* to, auto& pool) { unpack_w4(from, k, n, to, pool); });
+Bytes unpack(const Bytes& packed, int k, int n, int threads, bool wide) {
+    require(packed.ndim() == (wide ? 6 : 5) && packed.shape(0) == tiles(n) && packed.shape(1) == tiles(k) &&
+                packed.size() == py::ssize_t(tiles(n)) * tiles(k) * (wide ? 4096 : 2048),
+            wide ? "packed must be [ceil(N/64), ceil(K/64), 4, 8, 2, 64]"
+                 : "packed must be [ceil(N/64), ceil(K/64), 4, 32, 16]");
+    return filled({k, n}, threads, [&, from = packed.data()](uint8_t* to, auto& pool) {
+        (wide ? unpack_w8 : unpack_w4)(from, k, n, to, pool);
+    });
 }
 
 const uint32_t* words_of(const Words& words) {
@@ -75,9 +81,18 @@ Bytes nibbles(const Words& words, int k, int threads) {
 }  // namespace
 
 void register_repack(py::module_& parent) {
-    py::module_ m = parent.def_submodule("repack", "Byte orders of 4-bit codes; threads 0: every core.");
-    m.def("pack_w4", &pack, py::arg("codes"), py::arg("threads") = 0);
-    m.def("unpack_w4", &unpack, py::arg("packed"), py::arg("k"), py::arg("n"), py::arg("threads") = 0);
+    py::module_ m = parent.def_submodule("repack", "Byte orders of codes; threads 0: every core.");
+    for (const bool wide : {false, true}) {
+        const std::string layout = wide ? "w8" : "w4";
+        m.def(("pack_" + layout).c_str(),
+              [wide](const Bytes& codes, int threads) { return pack(codes, threads, wide); },
+              py::arg("codes"), py::arg("threads") = 0);
+        m.def(("unpack_" + layout).c_str(),
+              [wide](const Bytes& packed, int k, int n, int threads) {
+                  return unpack(packed, k, n, threads, wide);
+              },
+              py::arg("packed"), py::arg("k"), py::arg("n"), py::arg("threads") = 0);
+    }
     m.def("unpack_awq", &awq, py::arg("words"), py::arg("threads") = 0);
     m.def("unpack_nibbles", &nibbles, py::arg("words"), py::arg("k"), py::arg("threads") = 0);
 }

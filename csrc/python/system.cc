@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "kernels/cpu/blas.h"
+#include "kernels/cpu/int8.h"
 #include "kernels/cpu/kernels.h"
 #include "python/register.h"
 #ifdef TM_CUDA
@@ -62,6 +63,7 @@ py::dict cpu_features() {
     features["isa"] = cpu::kernels().isa;
     features["available"] = isas();
     features["features"] = found;
+    features["int8"] = cpu::int8_kernels() != nullptr;
     return features;
 }
 

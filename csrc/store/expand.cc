@@ -13,31 +13,35 @@ float param(const Linear& w, const void* base, int row, int group) {
     return w.dtype == DType::F16 ? f16_to_float(bits) : bf16_to_float(bits);
 }
 
-// Of w4.n64k64, see convert/FORMAT.md: a sub-tile's 32 lanes have 16 bytes each.
+// Of w4.n64k64 or w8.n64k64, see convert/FORMAT.md.
 int code(const Linear& w, int row, int column) {
     const int r = row % 16, c = column % 16;
-    const int lane = r % 8 * 4 + c % 8 / 2, byte = column % 64 / 16 * 4 + c % 2 * 2 + c / 8;
+    const int at = c % 8 / 2 * 16 + column % 64 / 16 * 4 + c % 2 * 2 + c / 8;  // in a row's 64 codes
     const size_t tile = size_t(row / 64) * w.k_tiles + column / 64;
-    const uint8_t pair = w.codes[(tile * 4 + row % 64 / 16) * 512 + lane * 16 + byte];
-    return r < 8 ? pair & 15 : pair >> 4;
+    const uint8_t* pair = w.codes + (tile * 4 + row % 64 / 16) * 128 * w.bits + r % 8 * 16 * w.bits;
+    if (w.bits == 8) return pair[r / 8 * 64 + at];
+    return r < 8 ? pair[at] & 15 : pair[at] >> 4;
 }
 
 }  // namespace
 
-std::vector<float> expand(const Linear& w) {
-    std::vector<float> out(size_t(w.n) * w.k);
-    for (int row = 0; row < w.n; ++row) {
-        for (int group = 0; group * w.group < w.k; ++group) {
-            const float scale = param(w, w.scales, row, group);
-            const float zero = w.mins ? 0.f : w.zeros ? param(w, w.zeros, row, group) : 8.f;
-            const float min = w.mins ? param(w, w.mins, row, group) : 0.f;
-            const int end = group * w.group + w.group < w.k ? group * w.group + w.group : w.k;
-            for (int column = group * w.group; column < end; ++column) {
-                const int input = w.order.empty() ? column : w.order[column];
-                out[size_t(row) * w.k + input] = (code(w, row, column) - zero) * scale + min;
-            }
+void expand_row(const Linear& w, int row, float* out) {
+    const float middle = w.bits == 4 ? 8.f : 128.f;
+    for (int group = 0; group * w.group < w.k; ++group) {
+        const float scale = param(w, w.scales, row, group);
+        const float zero = w.mins ? 0.f : w.zeros ? param(w, w.zeros, row, group) : middle;
+        const float min = w.mins ? param(w, w.mins, row, group) : 0.f;
+        const int end = group * w.group + w.group < w.k ? group * w.group + w.group : w.k;
+        for (int column = group * w.group; column < end; ++column) {
+            const int input = w.order.empty() ? column : w.order[column];
+            out[input] = (code(w, row, column) - zero) * scale + min;
         }
     }
+}
+
+std::vector<float> expand(const Linear& w) {
+    std::vector<float> out(size_t(w.n) * w.k);
+    for (int row = 0; row < w.n; ++row) expand_row(w, row, out.data() + size_t(row) * w.k);
     return out;
 }
 

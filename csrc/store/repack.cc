@@ -23,6 +23,11 @@ struct Place {
         : lane(column % 8 / 2), byte(column / 16 * 4 + column % 2 * 2 + column % 16 / 8) {}
 };
 
+// Where a row's 64 codes begin in a tile of w8.n64k64: after row g of a sub-tile comes row g + 8.
+int wide_row(int row) {
+    return row / 16 * 1024 + row % 8 * 128 + row % 16 / 8 * 64;
+}
+
 // The nibbles of 16 bits in the low nibbles of four 16-bit numbers.
 uint64_t spread(uint64_t nibbles) {
     nibbles = (nibbles | nibbles << 24) & 0x000000ff000000ffull;
@@ -75,6 +80,34 @@ void unpack_w4(const uint8_t* packed, int k, int n, uint8_t* codes, ThreadPool& 
                 }
                 std::memcpy(codes + (int64_t(bk) * kTile + c) * n + bn * kTile, column, rows);
             }
+        }
+    });
+}
+
+void pack_w8(const uint8_t* codes, int k, int n, uint8_t* out, ThreadPool& pool) {
+    pool.run(tiles(n), [&](int bn, int) {
+        const int rows = std::min(kTile, n - bn * kTile);
+        uint8_t* to = out + int64_t(bn) * tiles(k) * kTile * kTile;
+        std::memset(to, 0, int64_t(tiles(k)) * kTile * kTile);
+        for (int column = 0; column < k; ++column) {
+            const Place place(column % kTile);
+            uint8_t* lane = to + int64_t(column / kTile) * kTile * kTile + place.lane * 16 + place.byte;
+            const uint8_t* from = codes + int64_t(column) * n + bn * kTile;
+            for (int r = 0; r < rows; ++r) lane[wide_row(r)] = from[r];
+        }
+    });
+}
+
+void unpack_w8(const uint8_t* packed, int k, int n, uint8_t* codes, ThreadPool& pool) {
+    pool.run(tiles(n), [&](int bn, int) {
+        const int rows = std::min(kTile, n - bn * kTile);
+        const uint8_t* from = packed + int64_t(bn) * tiles(k) * kTile * kTile;
+        for (int column = 0; column < k; ++column) {
+            const Place place(column % kTile);
+            const uint8_t* lane =
+                from + int64_t(column / kTile) * kTile * kTile + place.lane * 16 + place.byte;
+            uint8_t* to = codes + int64_t(column) * n + bn * kTile;
+            for (int r = 0; r < rows; ++r) to[r] = lane[wide_row(r)];
         }
     });
 }

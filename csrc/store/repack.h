@@ -1,4 +1,4 @@
-// Changes between the byte orders of 4-bit codes, for the converter. Codes are uint8 [K, N] below 16.
+// Changes between the byte orders of codes, for the converter. Codes are uint8 [K, N], of 4 bits below 16.
 #pragma once
 
 #include <cstdint>
@@ -11,6 +11,9 @@ namespace turbomill {
 void pack_w4(const uint8_t* codes, int k, int n, uint8_t* out, ThreadPool& pool);
 // The inverse, without the padding.
 void unpack_w4(const uint8_t* packed, int k, int n, uint8_t* codes, ThreadPool& pool);
+// The same for w8.n64k64, uint8 [ceil(N/64), ceil(K/64), 4, 8, 2, 64].
+void pack_w8(const uint8_t* codes, int k, int n, uint8_t* out, ThreadPool& pool);
+void unpack_w8(const uint8_t* packed, int k, int n, uint8_t* codes, ThreadPool& pool);
 // AWQ gemm's words [rows, N/8] to uint8 [rows, N]: a word's even columns are its low nibbles, in order.
 void unpack_awq(const uint32_t* words, int rows, int n, uint8_t* codes, ThreadPool& pool);
 // Words [ceil(K/8), N] of eight rows each, low nibbles first (GPTQ), to uint8 [K, N].

@@ -54,7 +54,8 @@ MappedFile::~MappedFile() {
 Weights::Weights(const ModelConfig& c, const std::vector<TensorRef>& tensors) {
     for (const auto& tensor : tensors) tensors_.emplace(tensor.name, tensor);
     embedding = linear("tok_embeddings", c.vocab_size, c.hidden_size);
-    if (!embedding.dense) fail("tok_embeddings.weight: must be dense");
+    if (!embedding.order.empty()) fail("tok_embeddings.order: an embedding has none");
+    embedding.looked_up = true;
     output = c.tie_word_embeddings ? embedding : linear("output", c.vocab_size, c.hidden_size);
     norm = vector("norm.weight", c.hidden_size);
     rope_inv_freq = vector("rope.inv_freq", c.rotary() / 2);
@@ -107,7 +108,7 @@ const std::vector<float>& Weights::inv_freq(const ModelConfig& c, int session_le
     return use_long ? rope_long_inv_freq : rope_inv_freq;
 }
 
-void Weights::each_linear(const std::function<void(const Linear&)>& f) const {
+void Weights::each_single(const std::function<void(const Linear&)>& f) const {
     const auto visit = [&](const Linear& w) {
         if (w.n) f(w);
     };
@@ -119,8 +120,14 @@ void Weights::each_linear(const std::function<void(const Linear&)>& f) const {
         const Moe& moe = *layer.moe;
         for (const Linear* w : {&moe.router, &moe.shared_gate, &moe.shared_gate_up, &moe.shared_down})
             visit(*w);
-        for (const auto* experts : {&moe.gate_up, &moe.down})
-            for (const Linear& w : *experts) visit(w);
+    }
+}
+
+void Weights::each_stack(const std::function<void(const std::vector<Linear>&)>& f) const {
+    for (const auto& layer : layers) {
+        if (!layer.moe) continue;
+        f(layer.moe->gate_up);
+        f(layer.moe->down);
     }
 }
 
@@ -236,7 +243,11 @@ std::vector<Linear> Weights::linears(const std::string& prefix, int count, bool 
     }
     const int n_tiles = ceil_div(n, kTile), k_tiles = ceil_div(k, kTile);
     const TensorRef& codes = find(prefix + ".qweight");
-    require_shape(codes, "w4.n64k64", shaped({n_tiles, k_tiles, 4, 32, 16}));
+    const bool wide = codes.layout == "w8.n64k64";
+    if (wide)
+        require_shape(codes, codes.layout, shaped({n_tiles, k_tiles, 4, 8, 2, 64}));
+    else
+        require_shape(codes, "w4.n64k64", shaped({n_tiles, k_tiles, 4, 32, 16}));
     const TensorRef& scales = find(prefix + ".scales");
     if (scales.shape.size() != (stacked ? 4 : 3)) fail(scales.name + ": shape " + shape_text(scales.shape));
     const int groups = int(scales.shape[scales.shape.size() - 2]);
@@ -250,6 +261,7 @@ std::vector<Linear> Weights::linears(const std::string& prefix, int count, bool 
         fail(scales.name + ": must be float16 or bfloat16");
     for (Linear& w : out) {
         w.dtype = scales.dtype;
+        w.bits = wide ? 8 : 4;
         w.k_tiles = k_tiles;
         w.groups = groups;
         w.group = group;

@@ -31,7 +31,7 @@ class MappedFile {
 
 struct TensorRef {
     std::string name;
-    std::string layout;  // vector, dense.nk, w4.n64k64, group.n64: see convert/FORMAT.md
+    std::string layout;  // vector, dense.nk, w4.n64k64, w8.n64k64, group.n64: see convert/FORMAT.md
     DType dtype = DType::F32;
     std::vector<int64_t> shape;
     std::string path;
@@ -43,19 +43,23 @@ struct TensorRef {
 struct Linear {
     int n = 0, k = 0;                // logical sizes
     const void* dense = nullptr;     // [N, K] in `dtype`
-    const uint8_t* codes = nullptr;  // [N/64, K/64, 2048]
+    const uint8_t* codes = nullptr;  // [N/64, K/64, 512 * bits]
     const void* scales = nullptr;    // [N/64, G, 64] in `dtype`, pair order
-    const void* zeros = nullptr;     // as scales; null means 8
+    const void* zeros = nullptr;     // as scales; null means 8, of 8 bits 128
     const void* mins = nullptr;      // as scales, or null: what is added to code * scale, in place of zeros
     DType dtype = DType::F32;
+    int bits = 4;             // of a stored code: 4 or 8
     int group = 0;            // rows of K that share a scale
     int k_tiles = 0;          // K/64 as stored
     int groups = 0;           // G as stored
     std::vector<float> bias;  // [N] or empty
     std::vector<int> order;   // [K] the input that each column of the codes meets, or empty: its own
 
-    // Whether a backend whose 4-bit kernels know whole zeros and inputs in order must expand the weight.
-    bool plain_only() const { return mins || !order.empty(); }
+    bool looked_up = false;  // rows are read one by one: the embedding, or what is tied to it
+
+    // Whether a backend whose packed kernels know 4 bits, whole zeros and inputs in order must expand the
+    // weight.
+    bool plain_only() const { return bits != 4 || mins || !order.empty() || looked_up; }
 };
 
 // A mixture of experts. The experts of one linear lie one after the other, each laid out as a linear of its
@@ -82,7 +86,7 @@ class Weights {
     Weights(const ModelConfig& config, const std::vector<TensorRef>& tensors);
     Weights() = default;  // to be filled by hand, in tests of kernels
 
-    Linear embedding;                        // dense [V, H]
+    Linear embedding;                        // dense or quantized [V, H]
     Linear output;                           // dense or quantized [V, H]; the embedding when tied
     std::vector<float> norm;                 // [H]
     std::vector<float> rope_inv_freq;        // [D_rot/2]
@@ -90,8 +94,10 @@ class Weights {
     std::vector<float> rope_local_inv_freq;  // of the layers local_rope_layers, or empty
     std::vector<DecoderLayer> layers;
 
-    // Everything a backend may have to copy: each linear, each vector but the linears' biases.
-    void each_linear(const std::function<void(const Linear&)>& f) const;
+    // Everything a backend may have to copy: each linear that is none of several experts, each linear's
+    // experts, each vector but the linears' biases.
+    void each_single(const std::function<void(const Linear&)>& f) const;
+    void each_stack(const std::function<void(const std::vector<Linear>&)>& f) const;
     void each_vector(const std::function<void(const std::vector<float>&)>& f) const;
     // The frequencies of a session of this length. One choice for the whole session: keys that were rotated
     // with one table cannot be attended to with another.

@@ -13,7 +13,7 @@ from turbomill import _core
 from turbomill.reports.bench_gpu import end_to_end, kernels, table
 from turbomill.reports.bench_gpu.random_model import LLAMA3_8B, RandomModel
 
-SECTIONS = ("copy", "linears", "decodes", "prompts", "end_to_end")
+SECTIONS = ("copy", "linears", "experts", "decodes", "prompts", "end_to_end")
 
 
 def main() -> None:
@@ -41,6 +41,8 @@ def main() -> None:
             for dtype in arguments.dtypes.split(",")
             for overlap in (False, True)
         }
+    if "experts" in sections:
+        results["experts"] = kernels.experts("bfloat16", arguments.repeats)
     if "decodes" in sections:
         results["decodes"] = kernels.decodes("float16", arguments.repeats)
     if "prompts" in sections:

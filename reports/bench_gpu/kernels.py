@@ -123,3 +123,28 @@ def prompts(dtype: str, repeats: int) -> list[dict[str, Any]]:
         floor = 4 * 32 * 128 * 4096 * 4097 / 2 / FLOPS * 1e6
         rows.append({"quant_policy": policy, "tokens": 4096, "us": round(us, 1), "floor_us": round(floor, 1)})
     return rows
+
+
+EXPERT_ROWS = (1, 8, 32, 128, 512, 4096)
+# Hidden size, expert's intermediate size, experts, experts of a token.
+MIXTURES = {"Qwen3-30B-A3B": (2048, 768, 128, 8), "Mixtral 8x7B": (4096, 14336, 8, 2)}
+
+
+def experts(dtype: str, repeats: int) -> list[dict[str, Any]]:
+    """Microseconds of one layer's experts, routing and the weighted sum included.
+
+    The floor: the weights of the experts that are used, in the mean, or the products.
+    """
+    rows = []
+    for name, (hidden, inter, count, top) in MIXTURES.items():
+        for group in (128, 0):
+            times = _core.kernels_cuda.bench_moe(
+                hidden, inter, count, top, EXPERT_ROWS, group, dtype, repeats=repeats
+            )
+            weight_bytes = 3 * hidden * inter * (0.5 + 2 / group if group else 2.0)
+            for m, us in zip(EXPERT_ROWS, times, strict=True):
+                used = count * (1 - (1 - top / count) ** m)
+                floor = max(used * weight_bytes / BANDWIDTH, 6 * hidden * inter * top * m / FLOPS) * 1e6
+                entry = {"model": name, "weights": f"W4 g{group}" if group else "16 bits", "M": m}
+                rows.append(entry | {"us": round(us, 1), "floor_us": round(floor, 1)})
+    return rows

@@ -17,6 +17,7 @@ def render(results: dict[str, Any]) -> str:
         lines.append(f"device-to-device copy: {results['copy_bytes_per_second'] / 1e12:.2f} TB/s")
     for title, section in (
         ("4-bit linears, group 128, us, sum over the four shapes of a Llama-3-8B layer", _linears),
+        ("experts of a layer, bfloat16, us", _experts),
         ("decode attention, us a layer", _decodes),
         ("prompt attention, 4096 tokens, us a layer", _prompts),
         ("Llama-3-8B shape, tokens/s", _end_to_end),
@@ -69,6 +70,16 @@ def _linears(results: dict[str, Any]) -> Iterable[list[Any]]:
         sums = _sums(mine)
         whole = {m for m in columns if sum(row["M"] == m for row in mine) == 4}
         yield [kernel, *(sums[m] if m in whole else None for m in columns)]
+
+
+def _experts(results: dict[str, Any]) -> Iterable[list[Any]]:
+    ours = results.get("experts", [])
+    columns = list(dict.fromkeys(row["M"] for row in ours))
+    yield ["M", *columns]
+    for key in dict.fromkeys((row["model"], row["weights"]) for row in ours):
+        mine = [row for row in ours if (row["model"], row["weights"]) == key]
+        yield [" ".join(key), *(row["us"] for row in mine)]
+        yield ["  floor", *(row["floor_us"] for row in mine)]
 
 
 def _decodes(results: dict[str, Any]) -> Iterable[list[Any]]:

@@ -10,7 +10,7 @@ def build_info() -> dict[str, Any]:
     """What was compiled in: {"backends": ["cpu"] or ["cpu", "cuda"], "isa": [...], "compiler": ...}."""
 
 def cpu_features() -> dict[str, Any]:
-    """{"isa": the kernel set chosen at run time, "features": [names of CPU features found]}."""
+    """{"isa": the kernel set chosen at run time, "features": [names], "int8": whether bytes multiply}."""
 
 def cuda_devices() -> list[dict[str, Any]]:
     """GPUs by number: [{"name", "capability": (major, minor), "free_bytes", "total_bytes"}]."""

@@ -13,7 +13,7 @@ from turbomill.convert.checkpoint import open_checkpoint
 from turbomill.convert.describe import describe
 from turbomill.convert.linear import QuantLinear, QuantScheme
 from turbomill.convert.reference import load_dense_model
-from turbomill.convert.rewrite import rewrite_checkpoint
+from turbomill.convert.rewrite import open_any, rewrite_checkpoint
 from turbomill.convert.store import convert_checkpoint
 from turbomill.convert.store.verify import check_tensors_against
 from turbomill.errors import CheckpointError, UnsupportedModelError
@@ -239,8 +239,8 @@ def test_yarn_survives(tmp_path):
     assert factor == pytest.approx(model.model.rotary_emb.attention_scaling)
 
 
-@pytest.mark.parametrize("kind", [Q.Q4_0, Q.Q4_1], ids=lambda kind: kind.name)
-def test_4_bit_blocks_become_codes_without_rounding(tmp_path, kind):
+@pytest.mark.parametrize("kind", [Q.Q4_0, Q.Q4_1, Q.Q8_0], ids=lambda kind: kind.name)
+def test_simple_blocks_become_codes_without_rounding(tmp_path, kind):
     """In the canonical linear and in the store, what the library decodes, to the last bit."""
     model = tiny_model(num_key_value_heads=4, attention_bias=True)
     with torch.no_grad():
@@ -251,7 +251,7 @@ def test_4_bit_blocks_become_codes_without_rounding(tmp_path, kind):
         up[3] = up[3].abs()
     encoded = write_gguf(tmp_path / "m.gguf", model, kind)
     checkpoint = open_checkpoint(tmp_path / "m.gguf")
-    assert checkpoint.scheme == QuantScheme(4, 32, kind == Q.Q4_0, kind == Q.Q4_1)
+    assert checkpoint.scheme == QuantScheme(8 if kind == Q.Q8_0 else 4, 32, kind != Q.Q4_1, kind == Q.Q4_1)
     expected = {}
     for name in checkpoint.arch.linear_prefixes(checkpoint.config):
         values = torch.from_numpy(np.array(gguf.quants.dequantize(encoded[f"{name}.weight"], kind)))
@@ -261,9 +261,15 @@ def test_4_bit_blocks_become_codes_without_rounding(tmp_path, kind):
         turned = permute(linear.dequantize(), HEADS) if "q_proj" in name or "k_proj" in name else None
         assert torch.equal(linear.dequantize() if turned is None else turned, values), name
     scales = checkpoint.linear("model.layers.0.mlp.up_proj").scales
-    assert kind == Q.Q4_0 or (scales[:, 0] == 0).all()
+    assert kind != Q.Q4_1 or (scales[:, 0] == 0).all()
     store = convert_checkpoint(tmp_path / "m.gguf", tmp_path / "store")
-    assert store.manifest["format_version"] == (2 if kind == Q.Q4_1 else 1)
+    assert store.manifest["format_version"] == 3
+    for stored, name in (("tok_embeddings", "model.embed_tokens"), ("output", "lm_head")):
+        values = torch.from_numpy(np.array(gguf.quants.dequantize(encoded[f"{name}.weight"], kind)))
+        assert torch.equal(store.linear(stored).dequantize(), values)
+    back = open_any(tmp_path / "store")
+    assert torch.equal(back.tensor("lm_head.weight"), checkpoint.tensor("lm_head.weight"))
+    assert check_tensors_against(store, checkpoint).ok
     qkv = torch.cat([expected[f"{part}_proj"] for part in "qkv"])
     assert torch.equal(store.linear("layers.0.w_qkv").dequantize(), qkv)
     pair = torch.stack([expected[f"{part}_proj"].unflatten(0, (-1, 8)) for part in ("gate", "up")], 1)
@@ -274,7 +280,7 @@ def test_4_bit_blocks_become_codes_without_rounding(tmp_path, kind):
     assert found == {"qweight"} | beside
     assert check_tensors_against(store, checkpoint).ok and store.scheme == checkpoint.scheme
     assert describe(tmp_path / "m.gguf").scheme["mins"] is (kind == Q.Q4_1)
-    assert describe(store.path).note == f"{kind.name} dequantized to float16"  # the embedding, the head
+    assert describe(store.path).note == ""  # the embedding and the head have codes too
     dense = convert_checkpoint(tmp_path / "m.gguf", tmp_path / "dense", dense=True)
     assert dense.scheme is None and describe(dense.path).note == f"{kind.name} dequantized to float16"
     assert torch.equal(dense.linear("layers.0.w_down").weight, expected["down_proj"].half())

@@ -85,3 +85,20 @@ def test_version_2():
         store = stores[name]
         assert store.manifest["format_version"] == 2 and store.verify() == []
         assert {t.rpartition(".")[2] for t in store.tensors} >= kinds | {"qweight", "scales"}
+
+
+V3_SUMS = {
+    "tok_embeddings": "206a409ab3797d30a969112af4cb7990349e16d110ae1ab8b3c589039ad14ea1",
+    "layers.0.w_qkv": "a6fab0ad752d853908f39acbb6a7c28d06a5a8d6b83a84e8605a3ddc68c7816a",
+    "layers.0.w_o": "745833b5e43be2b93c3ac8656aa1430a88d517c5bffc16d5e6775ba2d1746fb8",
+    "layers.0.w_gate_up": "eda0174a2737b970bff44c469211b1676fec21f679657f082f56d91cafae6f5e",
+    "layers.0.w_down": "ba7dfd7cd5ba3523077da9afaad7e7eb9cc263347b48677dfa8da39d25b53e7e",
+}
+
+
+def test_version_3():
+    """Codes of 8 bits, the embedding's too."""
+    store = open_store(V1.with_name("v3"))
+    assert store.manifest["format_version"] == 3 and store.verify() == []
+    assert {name: fp32_sum(store.linear(name).dequantize()) for name in V3_SUMS} == V3_SUMS
+    assert {t.layout for t in store.tensors.values()} == {"w8.n64k64", "group.n64", "vector"}

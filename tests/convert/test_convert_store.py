@@ -15,6 +15,7 @@ from turbomill.convert.linear import DenseLinear, QuantLinear, QuantScheme
 from turbomill.convert.reference import load_dense_model
 from turbomill.convert.rewrite import rewrite_checkpoint
 from turbomill.convert.store import convert_checkpoint, open_store
+from turbomill.convert.store.verify import check_tensors_against
 from turbomill.errors import CheckpointError, UnsupportedModelError, UsageError
 
 
@@ -224,16 +225,19 @@ MIXED = [
     (GptqFormat(QuantScheme(4, -1, True), dynamic={r".*q_proj": {"group_size": 32}}), "packed"),
     (GptqFormat(QuantScheme(4, 96, False)), "packed"),  # K is 128 and 192
     (CompressedTensorsFormat(QuantScheme(3, -1, False)), "packed"),
-    (GptqFormat(QuantScheme(8, 32, True)), "dense"),
-    (CompressedTensorsFormat(QuantScheme(5, -1, False)), "dense"),
+    (GptqFormat(QuantScheme(8, 32, True)), "bytes"),
+    (CompressedTensorsFormat(QuantScheme(5, -1, False)), "bytes"),
     (AwqFormat(QuantScheme(4, 16, False)), "dense"),
-    (GptqFormat(QuantScheme(4, 32, True), dynamic={r".*(k|up)_proj": {"bits": 8}}), "dense"),
+    (GptqFormat(QuantScheme(4, 32, True), dynamic={r".*(k|up)_proj": {"bits": 8}}), "bytes"),
+    (GptqFormat(QuantScheme(4, 32, False), dynamic={r".*(k|up)_proj": {"bits": 8, "sym": True}}), "bytes"),
 ]
+LAYOUTS = {"packed": "w4.n64k64", "bytes": "w8.n64k64"}
 
 
 @pytest.mark.parametrize(("form", "kind"), MIXED)
-def test_schemes_that_the_layout_does_not_have(tiny, quantized, tmp_path, form, kind):
-    """At most 4 bits are stored exactly in 4; what cannot be is dense, rounded to the model's 16 bits."""
+def test_schemes_meet_in_a_layout(tiny, quantized, tmp_path, form, kind):
+    """At most 4 bits are stored exactly in 4, at most 8 in 8; what cannot be is dense, rounded to the model's
+    16 bits."""
     path, linears = quantized(tiny(), form)
     store = convert_checkpoint(path, tmp_path / "store")
     checkpoint = open_checkpoint(path)
@@ -245,7 +249,12 @@ def test_schemes_that_the_layout_does_not_have(tiny, quantized, tmp_path, form, 
                 assert torch.equal(linear.dequantize(), weight), name
             else:
                 assert torch.equal(linear.weight, weight.half()), name
-    assert isinstance(store.linear("layers.1.w_qkv"), QuantLinear if kind == "packed" else DenseLinear)
+    if kind == "dense":
+        assert isinstance(store.linear("layers.1.w_qkv"), DenseLinear)
+    else:
+        assert store.tensors["layers.1.w_qkv.qweight"].layout == LAYOUTS[kind]
+    assert store.manifest["format_version"] == (3 if kind == "bytes" else 1)
+    assert check_tensors_against(store, checkpoint).ok
 
 
 def test_a_quantized_linear_fused_with_a_dense_one(tiny, quantized, tmp_path):
@@ -258,7 +267,7 @@ def test_a_quantized_linear_fused_with_a_dense_one(tiny, quantized, tmp_path):
 
 
 def test_weights_beyond_fp16_are_refused(tiny, quantized, tmp_path):
-    path, _ = quantized(tiny(), GptqFormat(QuantScheme(8, 32, True)))
+    path, _ = quantized(tiny(), GptqFormat(QuantScheme(4, 16, True)))  # a group that is stored dense
     rewrite(path, lambda t: t["model.layers.1.mlp.up_proj.scales"].fill_(60000))
     with pytest.raises(CheckpointError, match=r"up_proj: dequantized weights exceed torch.float16"):
         convert_checkpoint(path, tmp_path / "store")
@@ -346,7 +355,7 @@ def test_damaged_stores(tiny, tmp_path):
 
     changed = json.loads(manifest)
     for change, words in (
-        ({"format_version": 3}, "format_version 3, this turbomill reads 1 and 2"),
+        ({"format_version": 4}, "format_version 4, this turbomill reads 1, 2, 3;"),
         ({"model": None}, "model missing"),
         ({"tensors": {"x": {"layout": "vector"}}}, "tensor x: malformed"),
     ):

@@ -42,8 +42,8 @@ SIZES = {
 }
 
 
-def gguf_file(path: Path) -> None:
-    """A random Llama, its linears in Q4_1."""
+def gguf_file(path: Path, kind: Q = Q.Q4_1, table: Q = Q.F16) -> None:
+    """A random Llama, its linears in `kind`, its embedding in `table`."""
     rng = np.random.default_rng(2)
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(1)
@@ -56,12 +56,13 @@ def gguf_file(path: Path) -> None:
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 1)
-    writer.add_tensor("token_embd.weight", rng.normal(size=(VOCAB, HIDDEN)).astype(np.float16))
+    embedding = gguf.quants.quantize(rng.normal(size=(VOCAB, HIDDEN)).astype(np.float32), table)
+    writer.add_tensor("token_embd.weight", embedding, raw_dtype=table)
     for norm in ("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm"):
         writer.add_tensor(f"{norm}.weight", rng.uniform(0.5, 1.5, HIDDEN).astype(np.float32))
     for name, shape in SHAPES.items():
-        weight = gguf.quants.quantize(rng.normal(size=shape).astype(np.float32) * 0.1, Q.Q4_1)
-        writer.add_tensor(f"{names.get_name(f'model.layers.0.{name}')}.weight", weight, raw_dtype=Q.Q4_1)
+        weight = gguf.quants.quantize(rng.normal(size=shape).astype(np.float32) * 0.1, kind)
+        writer.add_tensor(f"{names.get_name(f'model.layers.0.{name}')}.weight", weight, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -90,17 +91,21 @@ def gptq_checkpoint(path: Path) -> None:
     save_file(tensors, path / "model.safetensors")
 
 
+def neutral_store(source: Path, dst: Path, maker: str) -> None:
+    """A store without where and when it was made, which would only distract."""
+    manifest = convert_checkpoint(source, dst).manifest
+    origin = {**manifest["source"], "path": "a random model"}
+    neutral = {**manifest, "source": origin, "provenance": {"command": f"tests/goldens/{maker}"}}
+    (dst / "store.json").write_text(json.dumps(neutral, separators=(",", ":")) + "\n")
+
+
 def make(dst: Path) -> None:
-    """Both stores, without where and when they were made, which would only distract."""
+    """Both stores."""
     with tempfile.TemporaryDirectory() as temp:
         gguf_file(Path(temp, "m.gguf"))
         gptq_checkpoint(Path(temp, "gptq"))
         for name, source in (("v2-minima", "m.gguf"), ("v2-order", "gptq")):
-            store = convert_checkpoint(Path(temp, source), dst / name)
-            origin = {**store.manifest["source"], "path": "a random model"}
-            made = {"command": "tests/goldens/make_v2.py"}
-            neutral = {**store.manifest, "source": origin, "provenance": made}
-            (dst / name / "store.json").write_text(json.dumps(neutral, separators=(",", ":")) + "\n")
+            neutral_store(Path(temp, source), dst / name, "make_v2.py")
 
 
 if __name__ == "__main__":

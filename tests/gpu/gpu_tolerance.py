@@ -14,6 +14,8 @@ OUTPUT = {"float32": 3e-6, "float16": 4e-4, "bfloat16": 3e-3}
 ATTENTION = {"float32": 3e-6, "float16": 8e-4, "bfloat16": 6e-3}
 # A quantized cache's keys and values are rounded to the format, too, when they are read.
 ATTENTION_QUANTIZED = {"float32": 3e-6, "float16": 1e-3, "bfloat16": 8e-3}
+# ||row - reference|| / ||reference|| of the logits of a tiny random model, in the mean over rows.
+LOGITS = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}
 TORCH = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -39,3 +41,15 @@ def assert_close(actual: np.ndarray, expected: np.ndarray, bound: float) -> None
     assert np.linalg.norm(difference) <= bound * norm, np.linalg.norm(difference) / norm
     rows = np.linalg.norm(difference, axis=-1)
     assert rows.max() <= 8 * bound * max(norm / np.sqrt(len(rows)), np.finfo(np.float32).tiny), rows.argmax()
+
+
+def assert_logits(actual: np.ndarray, expected: np.ndarray, bound: float, flips: bool = False) -> None:
+    """Rows [T, V] of logits: near the reference's in the mean. `flips`: a token's experts may be others for a
+    last bit, which moves its row as a whole and by its keys a little of all later ones; then three rows of
+    four, ten times as far."""
+    assert np.isfinite(actual).all()
+    assert actual.shape == expected.shape
+    rows = np.linalg.norm(actual - expected, axis=1) / np.linalg.norm(expected, axis=1).mean()
+    error = np.quantile(rows, 0.75) / 10 if flips else np.sqrt((rows**2).mean())
+    print(f"error of logits {error:.2e}, bound {bound:.2e}")
+    assert error <= bound, error

@@ -3,6 +3,7 @@ from __future__ import annotations
 import gpu_tolerance
 import numpy as np
 import pytest
+from attention_reference import reference, stored_rows
 
 from turbomill import _core
 
@@ -36,26 +37,6 @@ SPANS = [
     (133, 125, 4),
     (141, 125, 1),
 ]
-
-
-def reference(
-    qkv: np.ndarray, nq: int, nkv: int, d: int, context: int, inv_freq: np.ndarray | None = None
-) -> np.ndarray:
-    """Causal attention of the rows after `context`, in fp64, after rotating queries and keys."""
-    t, group = len(qkv), nq // nkv
-    wide = qkv.astype(np.float64).reshape(t, nq + 2 * nkv, d)
-    if inv_freq is not None:
-        angle = np.arange(t)[:, None] * inv_freq.astype(np.float64)
-        cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
-        a, b = wide[:, : nq + nkv, : d // 2].copy(), wide[:, : nq + nkv, d // 2 :].copy()
-        wide[:, : nq + nkv, : d // 2] = a * cos - b * sin
-        wide[:, : nq + nkv, d // 2 :] = b * cos + a * sin
-    q, k, v = wide[context:, :nq], wide[:, nq : nq + nkv], wide[:, nq + nkv :]
-    k, v = k.repeat(group, 1), v.repeat(group, 1)
-    scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(d)
-    scores[:, np.arange(context, t)[:, None] < np.arange(t)] = -np.inf
-    p = np.exp(scores - scores.max(-1, keepdims=True))
-    return np.einsum("hqk,khd->qhd", p / p.sum(-1, keepdims=True), v).reshape(t - context, nq * d)
 
 
 def case(tokens: int, nq: int, nkv: int, d: int, dtype: str) -> np.ndarray:
@@ -100,17 +81,6 @@ def test_rotation(d: int, dtype: str) -> None:
         gpu_tolerance.assert_close(out, reference(qkv, 4, 2, d, context, inv_freq), bound)
 
 
-def stored(x: np.ndarray, bits: int) -> np.ndarray:
-    """What a quantized cache gives back for heads [*, D]."""
-    low, high = x.min(1), x.max(1)
-    scale = ((high - low) / np.float32(2**bits - 1)).astype(np.float16).astype(np.float32)[:, None]
-    zero = low.astype(np.float16).astype(np.float32)[:, None]
-    return (
-        np.clip(np.floor((x - zero) * (np.float32(1) / scale) + np.float32(0.5)), 0, 2**bits - 1) * scale
-        + zero
-    )
-
-
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize(
     ("nq", "nkv", "d"),
@@ -131,8 +101,7 @@ def test_quantized_cache_is_attention_over_what_it_stored(
 ) -> None:
     for tokens, context, chunk in SPANS:
         qkv = case(tokens, nq, nkv, d, dtype)
-        heads = np.ascontiguousarray(qkv[:, nq * d :].reshape(-1, d))
-        expected = np.concatenate([qkv[:, : nq * d], stored(heads, bits).reshape(tokens, -1)], 1)
+        expected = stored_rows(qkv, nq, d, bits)
         out = _core.kernels_cuda.attention(
             qkv, nq, nkv, d, context, quant_policy=bits, cache_dtype="float16", dtype=dtype, chunk=chunk
         )
@@ -187,8 +156,7 @@ def test_sequences_of_a_batch_do_not_meet(
     row = 0
     for qkv, length in zip(qkvs, lengths, strict=True):
         if bits < 16:
-            heads = np.ascontiguousarray(qkv[:, nq * d :].reshape(-1, d))
-            qkv = np.concatenate([qkv[:, : nq * d], stored(heads, bits).reshape(len(qkv), -1)], 1)
+            qkv = stored_rows(qkv, nq, d, bits)
         expected = reference(qkv, nq, nkv, d, len(qkv) - length)
         gpu_tolerance.assert_close(out[row : row + length], expected, bound)
         row += length
@@ -204,8 +172,7 @@ def test_quantized_sizes(key_size: float, value_size: float, bits: int, dtype: s
     qkv[:, nq : nq + nkv] *= key_size
     qkv[:, nq + nkv :] *= value_size * np.exp2(np.random.default_rng().integers(-6, 7, (tokens, 1, 1)))
     qkv = gpu_tolerance.rounded(qkv.reshape(tokens, -1), dtype)
-    heads = np.ascontiguousarray(qkv[:, nq * d :].reshape(-1, d))
-    expected = np.concatenate([qkv[:, : nq * d], stored(heads, bits).reshape(tokens, -1)], 1)
+    expected = stored_rows(qkv, nq, d, bits)
     out = _core.kernels_cuda.attention(
         qkv, nq, nkv, d, tokens - 1, quant_policy=bits, cache_dtype="float16", dtype=dtype
     )

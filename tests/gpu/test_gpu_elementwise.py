@@ -43,20 +43,42 @@ def test_add_rms_norm_keeps_the_residual_in_fp32(h: int, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("inter", [8, 24, 64, 1536])
-def test_silu_gate_reads_blocks_of_eight(inter: int, dtype: str) -> None:
-    gate, up = (gpu_tolerance.rounded(fresh().standard_normal((3, inter)) * 8, dtype) for _ in range(2))
-    mixed = np.stack([gate.reshape(3, -1, 8), up.reshape(3, -1, 8)], axis=2).reshape(3, -1)
-    wide = gate.astype(np.float64)
-    y = _core.kernels_cuda.silu_gate(mixed, dtype)
-    gpu_tolerance.assert_close(y, wide / (1 + np.exp(-wide)) * up, gpu_tolerance.OUTPUT[dtype])
+@pytest.mark.parametrize("h", [16, 65, 4096])
+def test_rms_norm_of_activations_in_place(h: int, dtype: str) -> None:
+    x, w = (
+        gpu_tolerance.rounded(fresh().standard_normal((5, h)) * 30, dtype),
+        fresh().standard_normal(h).astype(np.float32),
+    )
+    y = _core.kernels_cuda.narrow_rms_norm(x, w, 1e-5, dtype)
+    gpu_tolerance.assert_close(y, normed(x, w), gpu_tolerance.OUTPUT[dtype])
+
+
+def test_softcap() -> None:
+    x = np.concatenate([fresh().standard_normal(1000) * 40, [0, 1e30, -1e30]]).astype(np.float32)
+    np.testing.assert_allclose(
+        _core.kernels_cuda.softcap(x, 30.0), 30 * np.tanh(x / 30), rtol=1e-5, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_silu_at_the_ends_of_the_range(dtype: str) -> None:
+@pytest.mark.parametrize("inter", [8, 24, 64, 1536])
+def test_gates_read_blocks_of_eight(inter: int, dtype: str) -> None:
+    gate, up = (gpu_tolerance.rounded(fresh().standard_normal((3, inter)) * 8, dtype) for _ in range(2))
+    mixed = np.stack([gate.reshape(3, -1, 8), up.reshape(3, -1, 8)], axis=2).reshape(3, -1)
+    wide = gate.astype(np.float64)
+    y = _core.kernels_cuda.gate(mixed, "silu", dtype)
+    gpu_tolerance.assert_close(y, wide / (1 + np.exp(-wide)) * up, gpu_tolerance.OUTPUT[dtype])
+    y = _core.kernels_cuda.gate(mixed, "gelu_tanh", dtype)
+    gelu = 0.5 * wide * (1 + np.tanh(np.sqrt(2 / np.pi) * (wide + 0.044715 * wide**3)))
+    gpu_tolerance.assert_close(y, gelu * up, gpu_tolerance.OUTPUT[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_gates_at_the_ends_of_the_range(activation: str, dtype: str) -> None:
     """exp must not overflow into NaN: silu(-1e4) is 0 and silu(1e4) is 1e4."""
     gate = gpu_tolerance.rounded(np.array([-1e4, -100, -88.5, -50, 50, 88.5, 100, 1e4]), dtype)
-    out = _core.kernels_cuda.silu_gate(np.concatenate([gate, np.ones(8, np.float32)])[None], dtype)[0]
+    out = _core.kernels_cuda.gate(np.concatenate([gate, np.ones(8, np.float32)])[None], activation, dtype)[0]
     np.testing.assert_allclose(out, np.where(gate < 0, 0, gate), atol=1e-20)
 
 

@@ -241,20 +241,6 @@ def test_close_frees_the_gpus_memory(shared: tuple[Any, Any]) -> None:
     assert engine.engine.metrics().generated_tokens == 3
 
 
-def test_errors_name_what_to_change(shared: tuple[Any, Any]) -> None:
-    _, store = shared
-    with pytest.raises(
-        RuntimeError, match=r"the KV cache needs \d{12,} bytes .* lower cache_max_entry_count"
-    ):
-        gpu(store, cache_block_count=10**8)
-    with pytest.raises(RuntimeError, match="cuda:99"):
-        Native(store, device="cuda:99")
-    with pytest.raises(ValueError, match="device is 'gpu'"):
-        Native(store, device="gpu")
-    with gpu(store) as engine:  # the failed one left nothing behind
-        assert len(engine.generate(prompt(5), 3)) == 3
-
-
 def test_the_demo_models_shape(tmp_path: Path) -> None:
     """SmolLM2-135M's sizes with random weights: fp16 on the GPU against fp32 in transformers."""
     sizes = {"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30}

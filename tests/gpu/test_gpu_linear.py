@@ -160,7 +160,7 @@ def test_w4_fused_gates_as_the_gates_own_kernel(fused: list, n: int, k: int, gro
                     for way in ("fused", "gated")
                 )
                 assert np.abs(gated).max() > 0
-                np.testing.assert_array_equal(gated, _core.kernels_cuda.silu_gate(whole, dtype))
+                np.testing.assert_array_equal(gated, _core.kernels_cuda.gate(whole, "silu", dtype))
 
 
 def test_w4_fused_takes_the_engines_choice(fused: list) -> None:

@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "kernels/cpu/blas.h"
+#include "store/expand.h"
 
 namespace turbomill::cpu {
 namespace {
@@ -42,7 +43,7 @@ CpuBackend::CpuBackend(const ModelConfig& model, const EngineConfig& config,
       k_(kernels()),
       pool_(config.num_threads),
       cache_(model, config),
-      linear_(k_, pool_),
+      linear_(k_, pool_, config.activation_bits),
       attention_(model, k_, cache_, pool_),
       moe_(model, k_, linear_, pool_),
       samplers_(pool_.size()),
@@ -91,7 +92,10 @@ void CpuBackend::embed(Buffer& x) {
     const float scale = model_.embedding_scale;
     for_rows(tokens_, [&](int t) {
         float* row = floats(x) + int64_t(t) * h;
-        k_.to_float(embedding_->dtype, table + token_ids_[t] * row_bytes, row, h);
+        if (table)
+            k_.to_float(embedding_->dtype, table + token_ids_[t] * row_bytes, row, h);
+        else
+            expand_row(*embedding_, token_ids_[t], row);
         if (scale != 1.f)
             for (int i = 0; i < h; ++i) row[i] *= scale;
     });

@@ -1,6 +1,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "kernels/cpu/int8.h"
 #include "kernels/cpu/kernels.h"
 
 namespace turbomill::cpu {
@@ -9,6 +10,7 @@ extern const Kernels kernels_baseline;
 #if defined(TM_X86)
 extern const Kernels kernels_avx2;
 extern const Kernels kernels_avx512;
+extern const Int8Kernels int8_vnni;
 #endif
 
 int available_isas(const char** names, int capacity) {
@@ -28,6 +30,16 @@ int available_isas(const char** names, int capacity) {
     if (avx512) add("avx512");
 #endif
     return count;
+}
+
+const Int8Kernels* int8_kernels() {
+#if defined(TM_X86)
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
+        return &int8_vnni;
+#endif
+    return nullptr;
 }
 
 const Kernels& kernels(const char* isa) {

@@ -15,7 +15,7 @@ namespace {
 
 using turbomill::DType;
 using turbomill::cpu::kMaxRows;
-using turbomill::cpu::W4;
+using turbomill::cpu::PackedWeight;
 
 inline vf load_as(DType dtype, const void* base, int64_t i) {
     switch (dtype) {
@@ -183,17 +183,31 @@ void linear_dense(DType dtype, const void* w, const float* x, int64_t ldx, float
 }
 
 // Byte p = 16 t + 4 s + j of a row's 64 bytes holds column 16 s + {2t, 2t+8, 2t+1, 2t+9}[j].
-inline int w4_column(int p) {
+inline int packed_column(int p) {
     const int t = p / 16, s = p / 4 % 4, j = p % 4;
     return 16 * s + 2 * t + (j & 1) * 8 + (j >> 1);
 }
 
-void permute_w4(const float* x, int64_t ldx, float* dst, int rows, int k, int k_tiles) {
+// A whole tile: packed_column by sixteen numbers.
+void permute_tile(const float* x, float* out) {
+    for (int s = 0; s < 4; ++s) {
+        float step[16];
+        const vf v = load(x + 16 * s);
+        store(step, __builtin_shufflevector(v, v, 0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15));
+        for (int t = 0; t < 4; ++t) std::memcpy(out + 16 * t + 4 * s, step + 4 * t, 16);
+    }
+}
+
+void permute_packed(const float* x, int64_t ldx, float* dst, int rows, int k, int k_tiles) {
     for (int m = 0; m < rows; ++m) {
         for (int tile = 0; tile < k_tiles; ++tile) {
             float* out = dst + (int64_t(m) * k_tiles + tile) * 64;
+            if (tile * 64 + 64 <= k) {
+                permute_tile(x + m * ldx + tile * 64, out);
+                continue;
+            }
             for (int p = 0; p < 64; ++p) {
-                const int column = tile * 64 + w4_column(p);
+                const int column = tile * 64 + packed_column(p);
                 out[p] = column < k ? x[m * ldx + column] : 0.f;
             }
         }
@@ -201,16 +215,18 @@ void permute_w4(const float* x, int64_t ldx, float* dst, int rows, int k, int k_
 }
 
 struct SubTile {
-    const uint8_t* codes;  // this sub-tile of the first K tile; the next is 2048 bytes on
+    const uint8_t* codes;  // this sub-tile of the first K tile
+    int64_t next;          // bytes from there to the same of the next tile
     const void* scales;    // [groups, 64] of the tile of 64 rows
     const void* zeros;     // or minima
     int first;             // position of this sub-tile's 16 rows in the 64
 };
 
-inline SubTile sub_tile(const W4& w, int sub) {
+inline SubTile sub_tile(const PackedWeight& w, int sub) {
     SubTile s;
     const int64_t tile = sub / 4;
-    s.codes = w.codes + (tile * w.k_tiles) * 2048 + (sub % 4) * 512;
+    s.next = 512 * w.bits;
+    s.codes = w.codes + tile * w.k_tiles * s.next + (sub % 4) * (s.next / 4);
     const int64_t params = tile * w.groups * 64 * 2;  // bytes: 16-bit types
     s.scales = static_cast<const uint8_t*>(w.scales) + params;
     const void* beside = w.mins ? w.mins : w.zeros;
@@ -238,18 +254,27 @@ inline vf halves(float first, float second) {
 
 // `position` is the row's place among the sub-tile's 16, in pair order.
 template <DType Type>
-inline GroupParams group_params(const W4& w, const SubTile& s, int tile, int position) {
+inline GroupParams group_params(const PackedWeight& w, const SubTile& s, int tile, int position) {
+    const float middle = w.bits == 4 ? 8.f : 128.f;
     if (w.group == 32) {
         const int64_t i = int64_t(2 * tile) * 64 + s.first + position;
         return {halves(param<Type>(s.scales, i), param<Type>(s.scales, i + 64)),
-                s.zeros ? halves(param<Type>(s.zeros, i), param<Type>(s.zeros, i + 64)) : splat(8.f)};
+                s.zeros ? halves(param<Type>(s.zeros, i), param<Type>(s.zeros, i + 64)) : splat(middle)};
     }
     const int64_t i = int64_t(tile * 64 / w.group) * 64 + s.first + position;
-    return {splat(param<Type>(s.scales, i)), splat(s.zeros ? param<Type>(s.zeros, i) : 8.f)};
+    return {splat(param<Type>(s.scales, i)), splat(s.zeros ? param<Type>(s.zeros, i) : middle)};
 }
 
-// Sixteen bytes of codes: low nibbles of row g, high nibbles of row g + 8, as floats.
-inline void unpack(const uint8_t* bytes, vf* low, vf* high) {
+// Sixteen codes of rows g and g + 8, as floats: step t of a sub-tile. Of 4 bits, a byte's low nibble is row
+// g's; of 8 bits, row g's 64 bytes come before row g + 8's.
+template <int Bits>
+inline void unpack(const uint8_t* sub_tile, int g, int t, vf* low, vf* high) {
+    if constexpr (Bits == 8) {
+        *low = from_bytes(sub_tile + g * 128 + 16 * t);
+        *high = from_bytes(sub_tile + g * 128 + 64 + 16 * t);
+        return;
+    }
+    const uint8_t* bytes = sub_tile + g * 64 + 16 * t;
 #if defined(__AVX512F__)
     const __m512i words = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)bytes));
     *low = (vf)_mm512_cvtepi32_ps(_mm512_and_epi32(words, _mm512_set1_epi32(15)));
@@ -264,20 +289,20 @@ inline void unpack(const uint8_t* bytes, vf* low, vf* high) {
 }
 
 // With minima, a row is sum(code * x) * scale + min * sum(x) over each group.
-template <int Rows, DType Type, bool Mins>
-void w4_rows(const W4& w, int sub, const float* permuted, float* y, int64_t ldy, int n_count) {
+template <int Rows, DType Type, bool Mins, int Bits>
+void packed_rows(const PackedWeight& w, int sub, const float* permuted, float* y, int64_t ldy, int n_count) {
     const SubTile s = sub_tile(w, sub);
     const int64_t k_padded = int64_t(w.k_tiles) * 64;
     for (int g = 0; g < 8; ++g) {
         vf low_sum[Rows] = {}, high_sum[Rows] = {};
         for (int tile = 0; tile < w.k_tiles; ++tile) {
-            const uint8_t* codes = s.codes + int64_t(tile) * 2048 + g * 64;
+            const uint8_t* codes = s.codes + tile * s.next;
             const GroupParams a = group_params<Type>(w, s, tile, 2 * g);
             const GroupParams b = group_params<Type>(w, s, tile, 2 * g + 1);
             vf low_tile[Rows] = {}, high_tile[Rows] = {}, x_tile[Rows] = {};
             for (int t = 0; t < 4; ++t) {
                 vf u, v;
-                unpack(codes + 16 * t, &u, &v);
+                unpack<Bits>(codes, g, t, &u, &v);
                 if constexpr (!Mins) {
                     u -= a.zero;
                     v -= b.zero;
@@ -305,49 +330,59 @@ void w4_rows(const W4& w, int sub, const float* permuted, float* y, int64_t ldy,
     }
 }
 
-template <DType Type, bool Mins>
-void w4_typed(const W4& w, int sub, const float* permuted, float* y, int64_t ldy, int rows, int n_count) {
+template <DType Type, bool Mins, int Bits>
+void packed_typed(const PackedWeight& w, int sub, const float* permuted, float* y, int64_t ldy, int rows,
+                  int n_count) {
     switch (rows) {
         case 1:
-            return w4_rows<1, Type, Mins>(w, sub, permuted, y, ldy, n_count);
+            return packed_rows<1, Type, Mins, Bits>(w, sub, permuted, y, ldy, n_count);
         case 2:
-            return w4_rows<2, Type, Mins>(w, sub, permuted, y, ldy, n_count);
+            return packed_rows<2, Type, Mins, Bits>(w, sub, permuted, y, ldy, n_count);
         case 3:
-            return w4_rows<3, Type, Mins>(w, sub, permuted, y, ldy, n_count);
+            return packed_rows<3, Type, Mins, Bits>(w, sub, permuted, y, ldy, n_count);
         case 4:
-            return w4_rows<4, Type, Mins>(w, sub, permuted, y, ldy, n_count);
+            return packed_rows<4, Type, Mins, Bits>(w, sub, permuted, y, ldy, n_count);
         case 5:
-            return w4_rows<5, Type, Mins>(w, sub, permuted, y, ldy, n_count);
+            return packed_rows<5, Type, Mins, Bits>(w, sub, permuted, y, ldy, n_count);
         case 6:
-            return w4_rows<6, Type, Mins>(w, sub, permuted, y, ldy, n_count);
+            return packed_rows<6, Type, Mins, Bits>(w, sub, permuted, y, ldy, n_count);
         case 7:
-            return w4_rows<7, Type, Mins>(w, sub, permuted, y, ldy, n_count);
+            return packed_rows<7, Type, Mins, Bits>(w, sub, permuted, y, ldy, n_count);
         case 8:
-            return w4_rows<8, Type, Mins>(w, sub, permuted, y, ldy, n_count);
+            return packed_rows<8, Type, Mins, Bits>(w, sub, permuted, y, ldy, n_count);
     }
 }
 
-void linear_w4(const W4& w, int sub, const float* permuted, float* y, int64_t ldy, int rows, int n_count) {
-    const auto run = w.dtype == DType::F16
-                         ? (w.mins ? w4_typed<DType::F16, true> : w4_typed<DType::F16, false>)
-                         : (w.mins ? w4_typed<DType::BF16, true> : w4_typed<DType::BF16, false>);
+template <int Bits>
+void packed_bits(const PackedWeight& w, int sub, const float* permuted, float* y, int64_t ldy, int rows,
+                 int n_count) {
+    const auto run =
+        w.dtype == DType::F16
+            ? (w.mins ? packed_typed<DType::F16, true, Bits> : packed_typed<DType::F16, false, Bits>)
+            : (w.mins ? packed_typed<DType::BF16, true, Bits> : packed_typed<DType::BF16, false, Bits>);
     run(w, sub, permuted, y, ldy, rows, n_count);
 }
 
-template <DType Type>
-void dequant_typed(const W4& w, int sub, float* dst) {
+void linear_packed(const PackedWeight& w, int sub, const float* permuted, float* y, int64_t ldy, int rows,
+                   int n_count) {
+    const auto run = w.bits == 4 ? packed_bits<4> : packed_bits<8>;
+    run(w, sub, permuted, y, ldy, rows, n_count);
+}
+
+template <DType Type, int Bits>
+void dequant_typed(const PackedWeight& w, int sub, float* dst) {
     const SubTile s = sub_tile(w, sub);
     const int64_t k_padded = int64_t(w.k_tiles) * 64;
     for (int tile = 0; tile < w.k_tiles; ++tile) {
         for (int g = 0; g < 8; ++g) {
-            const uint8_t* codes = s.codes + int64_t(tile) * 2048 + g * 64;
+            const uint8_t* codes = s.codes + tile * s.next;
             const GroupParams a = group_params<Type>(w, s, tile, 2 * g);
             const GroupParams b = group_params<Type>(w, s, tile, 2 * g + 1);
             float* low = dst + g * k_padded + tile * 64;
             float* high = low + 8 * k_padded;
             for (int t = 0; t < 4; ++t) {
                 vf u, v;
-                unpack(codes + 16 * t, &u, &v);
+                unpack<Bits>(codes, g, t, &u, &v);
                 store(low + 16 * t, w.mins ? u * a.scale + a.zero : (u - a.zero) * a.scale);
                 store(high + 16 * t, w.mins ? v * b.scale + b.zero : (v - b.zero) * b.scale);
             }
@@ -355,9 +390,11 @@ void dequant_typed(const W4& w, int sub, float* dst) {
     }
 }
 
-void dequant_w4(const W4& w, int sub, float* dst) {
-    if (w.dtype == DType::F16) return dequant_typed<DType::F16>(w, sub, dst);
-    return dequant_typed<DType::BF16>(w, sub, dst);
+void dequant_packed(const PackedWeight& w, int sub, float* dst) {
+    const auto run = w.dtype == DType::F16
+                         ? (w.bits == 4 ? dequant_typed<DType::F16, 4> : dequant_typed<DType::F16, 8>)
+                         : (w.bits == 4 ? dequant_typed<DType::BF16, 4> : dequant_typed<DType::BF16, 8>);
+    run(w, sub, dst);
 }
 
 void kv_quantize(int bits, const float* x, int d, uint8_t* codes, uint16_t* params) {
@@ -439,9 +476,9 @@ void weighted_sum(const float* p, const float* v, int count, int d, float* out) 
 namespace turbomill::cpu {
 
 extern const Kernels TM_CONCAT(kernels_, TM_ISA) = {
-    TM_STRING(TM_ISA), to_float,    from_float,    rms_norm,     add,          rope,
-    silu_gate,         gelu_gate,   softcap,       linear_dense, permute_w4,   linear_w4,
-    dequant_w4,        kv_quantize, kv_dequantize, softmax_step, weighted_sum,
+    TM_STRING(TM_ISA), to_float,     from_float,   rms_norm,       add,           rope,           silu_gate,
+    gelu_gate,         softcap,      linear_dense, permute_packed, linear_packed, dequant_packed, kv_quantize,
+    kv_dequantize,     softmax_step, weighted_sum,
 };
 
 }  // namespace turbomill::cpu

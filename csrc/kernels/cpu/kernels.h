@@ -11,14 +11,15 @@ namespace turbomill::cpu {
 // Rows of activations that the small-batch kernels take at once; more rows go to BLAS.
 constexpr int kMaxRows = 8;
 
-// A group-quantized weight in the store's layout w4.n64k64 / group.n64.
-struct W4 {
-    const uint8_t* codes;  // [N/64, k_tiles, 2048]
+// A group-quantized weight in the store's layouts w4.n64k64 or w8.n64k64, and group.n64.
+struct PackedWeight {
+    const uint8_t* codes;  // [N/64, k_tiles, 512 * bits]
     const void* scales;    // [N/64, groups, 64] in dtype
-    const void* zeros;     // as scales; null: 8
+    const void* zeros;     // as scales; null: 8, or 128
     const void* mins;      // as scales, or null: added to code * scale, in place of zeros
     DType dtype;           // F16 or BF16
     int k_tiles, groups, group;
+    int bits;  // of a stored code: 4 or 8
 };
 
 struct Kernels {
@@ -45,14 +46,14 @@ struct Kernels {
     void (*linear_dense)(DType dtype, const void* w, const float* x, int64_t ldx, float* y, int64_t ldy,
                          int rows, int k_dim, int n0, int n1);
 
-    // x [rows, k] to the order in which w4 codes lie: dst [rows, k_tiles * 64], zero-padded
-    void (*permute_w4)(const float* x, int64_t ldx, float* dst, int rows, int k, int k_tiles);
+    // x [rows, k] to the order in which codes lie: dst [rows, k_tiles * 64], zero-padded
+    void (*permute_packed)(const float* x, int64_t ldx, float* dst, int rows, int k, int k_tiles);
     // 16 rows of the weight, sub-tile `sub` (= n / 16), against permuted activations [rows, k_tiles * 64];
     // writes y[m * ldy + i], i < n_count <= 16
-    void (*linear_w4)(const W4& w, int sub, const float* permuted, float* y, int64_t ldy, int rows,
-                      int n_count);
-    // 16 rows of the weight as fp32, columns in the order of permute_w4: dst [16, k_tiles * 64]
-    void (*dequant_w4)(const W4& w, int sub, float* dst);
+    void (*linear_packed)(const PackedWeight& w, int sub, const float* permuted, float* y, int64_t ldy,
+                          int rows, int n_count);
+    // 16 rows of the weight as fp32, columns in the order of permute_packed: dst [16, k_tiles * 64]
+    void (*dequant_packed)(const PackedWeight& w, int sub, float* dst);
 
     // Asymmetric quantization of one token's head: codes, then params = (scale, zero) as fp16. bits 8 or 4.
     void (*kv_quantize)(int bits, const float* x, int d, uint8_t* codes, uint16_t* params);

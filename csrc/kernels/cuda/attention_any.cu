@@ -26,12 +26,11 @@ __global__ void attention_kernel(AttentionArgs a, CacheView c, int layer) {
     const SliceInfo slice = a.slices[tile.slice];
     const int rows = min(kQueryRows, slice.length * group - tile.first);
     const int64_t qkv_dim = int64_t(a.num_heads + 2 * c.heads) * d;
-    const float scale = 1.f / sqrtf(float(d));
     for (int i = threadIdx.x; i < rows * d; i += kWarps * 32) {
         const int row = tile.first + i / d;
         const int64_t token = slice.first_row + row / group;
         const T* q = static_cast<const T*>(a.qkv) + token * qkv_dim + (head * group + row % group) * d;
-        query[i] = to_float(q[i % d]) * scale;
+        query[i] = to_float(q[i % d]) * a.scores.scale;
     }
     float acc[kRowsPerWarp][Columns], top[kRowsPerWarp], sum[kRowsPerWarp];
 #pragma unroll
@@ -42,7 +41,9 @@ __global__ void attention_kernel(AttentionArgs a, CacheView c, int layer) {
         for (int i = 0; i < Columns; ++i) acc[r][i] = 0.f;
     }
     const int end = slice.context + (tile.first + rows - 1) / group + 1;  // keys that the last row sees
-    for (int begin = 0; begin < end; begin += kKeys) {
+    const int start = max(0, slice.context + tile.first / group + 1 - a.scores.window);  // and the first
+    const float cap = a.scores.softcap;
+    for (int begin = start / kKeys * kKeys; begin < end; begin += kKeys) {
         __syncthreads();
         const int chunks = d / 8;
         for (int i = threadIdx.x; i < 2 * kKeys * chunks; i += kWarps * 32) {
@@ -63,11 +64,13 @@ __global__ void attention_kernel(AttentionArgs a, CacheView c, int layer) {
         for (int r = 0; r < kRowsPerWarp; ++r) {
             const int row = warp * kRowsPerWarp + r;
             const int seen = slice.context + (tile.first + row) / group + 1 - begin;
-            if (row >= rows || seen <= 0) continue;
+            const int unseen = seen - a.scores.window;  // keys before the row's window
+            if (row >= rows || seen <= 0 || unseen >= kKeys) continue;
             float score = -INFINITY;
-            if (lane < seen) {
+            if (lane < seen && lane >= unseen) {
                 score = 0.f;
                 for (int i = 0; i < d; ++i) score += query[row * d + i] * keys[lane * (d + 1) + i];
+                if (cap > 0.f) score = cap * tanhf(score / cap);
             }
             const float new_top = fmaxf(top[r], warp_max(score));
             const float shrink = expf(top[r] - new_top), p = expf(score - new_top);

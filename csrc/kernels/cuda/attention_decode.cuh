@@ -30,7 +30,7 @@ constexpr int kDecodeShared = std::max({kDecodeWarps * Stages * kStageBytes<Bits
                                         WarpResults<D, 8 * Columns>::kBytes,  // warps that merge,
                                         (kMostDecodeParts + 2) * 32 * 4});    // parts that merge
 
-template <class T, int Bits, int D, int Columns, bool Rope, int Keys, int Stages, int Blocks>
+template <class T, int Bits, int D, int Columns, bool Rope, bool Plain, int Keys, int Stages, int Blocks>
 __global__ void __launch_bounds__(kDecodeWarps * 32, Blocks)
     decode_kernel(DecodeArgs a, AttentionParts workspace, CacheView c, int layer) {
     constexpr int kRows = 8 * Columns;
@@ -57,9 +57,9 @@ __global__ void __launch_bounds__(kDecodeWarps * 32, Blocks)
     for (int at = range.begin; at < range.end;) {
         const int until = min(range.end, pair_end);
         const int all = e.context + e.length, rows = e.length * group;
-        KeyStream<Bits, D, Keys, Stages> stream(c, layer, head, a.blocks + e.block_offset,
-                                                (at - pair_begin) * kDecodeUnit,
-                                                min(all, (until - pair_begin) * kDecodeUnit), all, ring);
+        KeyStream<Bits, D, Keys, Stages> stream(
+            c, layer, head, a.blocks + e.block_offset, e.first_key + (at - pair_begin) * kDecodeUnit,
+            min(all, e.first_key + (until - pair_begin) * kDecodeUnit), all, ring);
 #pragma unroll
         for (int i = 0; i < Stages - 1; ++i) {
             // What earlier steps cached may be read before the kernels ahead of this one are done.
@@ -80,7 +80,8 @@ __global__ void __launch_bounds__(kDecodeWarps * 32, Blocks)
                     cos, sin, fresh);
         }
         Queries<T, Bits, D, Columns, Rope> queries;
-        queries.load(static_cast<const T*>(a.qkv), width, e.first_row, head, group, rows, cos, sin);
+        queries.load(static_cast<const T*>(a.qkv), width, e.first_row, head, group, rows, a.scores.scale, cos,
+                     sin);
         int limit[Columns][2];
 #pragma unroll
         for (int n = 0; n < Columns; ++n)
@@ -93,7 +94,8 @@ __global__ void __launch_bounds__(kDecodeWarps * 32, Blocks)
             stream.request_next();
             if constexpr (Rope)
                 if (e.context < key + Keys) fresh.template patch<Keys>(stage, e.context - key);
-            attend<T, Bits, D, Columns, Rope, Keys>(stage, key, limit, e.context + 1, all, queries, r);
+            attend<Plain, T, Bits, D, Columns, Rope, Keys>(stage, key, limit, e.context + 1, all, a.scores,
+                                                           queries, r);
         }
 
         wait_copies<0>();
@@ -132,11 +134,11 @@ __global__ void __launch_bounds__(kDecodeWarps * 32, Blocks)
     }
 }
 
-template <class T, int Bits, int D, int Columns, bool Rope, int Keys, int Stages>
+template <class T, int Bits, int D, int Columns, bool Rope, bool Plain, int Keys, int Stages>
 void launch_decode(const DecodeArgs& args, const AttentionParts& parts, const CacheView& cache, int layer,
                    cudaStream_t stream) {
-    constexpr int kBlocks = decode_blocks(Bits, 8 * Columns);
-    constexpr auto kernel = decode_kernel<T, Bits, D, Columns, Rope, Keys, Stages, kBlocks>;
+    constexpr int kBlocks = decode_blocks(Bits, 8 * Columns, D);
+    constexpr auto kernel = decode_kernel<T, Bits, D, Columns, Rope, Plain, Keys, Stages, kBlocks>;
     constexpr int kShared = kDecodeShared<Bits, D, Columns, Keys, Stages>;
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared),
           "attention_decode's shared memory");
@@ -147,13 +149,18 @@ void launch_decode(const DecodeArgs& args, const AttentionParts& parts, const Ca
 template <class T, int Bits, int D, int Keys, int Stages>
 void launch_decode_variant(const DecodeArgs& args, const AttentionParts& parts, const CacheView& cache,
                            int layer, cudaStream_t stream) {
-    const auto run = [&]<int Columns, bool Rope>() {
-        launch_decode<T, Bits, D, Columns, Rope, Keys, Stages>(args, parts, cache, layer, stream);
+    const auto run = [&]<int Columns, bool Rope, bool Plain>() {
+        launch_decode<T, Bits, D, Columns, Rope, Plain, Keys, Stages>(args, parts, cache, layer, stream);
     };
-    if (args.most_rows <= 8)
-        args.cos ? run.template operator()<1, true>() : run.template operator()<1, false>();
-    else
-        args.cos ? run.template operator()<2, true>() : run.template operator()<2, false>();
+    const auto run_for = [&]<int Columns>() {
+        const bool plain = args.scores.window == kNoWindow && args.scores.softcap == 0.f;
+        if (args.cos && !plain)
+            throw std::invalid_argument("attention_decode rotates for plain attention only");
+        if (args.cos) return run.template operator()<Columns, true, true>();
+        plain ? run.template operator()<Columns, false, true>()
+              : run.template operator()<Columns, false, false>();
+    };
+    args.most_rows <= 8 ? run_for.template operator()<1>() : run_for.template operator()<2>();
 }
 
 }  // namespace
@@ -166,8 +173,10 @@ void attention_decode_for(DType type, const DecodeArgs& args, const AttentionPar
     with_half_type(type, [&]<class T>() {
         if (cache.head_dim == 64)
             launch_decode_variant<T, Bits, 64, Keys, Stages>(args, parts, cache, layer, stream);
-        else
+        else if (cache.head_dim == 128)
             launch_decode_variant<T, Bits, 128, Keys, Stages>(args, parts, cache, layer, stream);
+        else
+            launch_decode_variant<T, Bits, 256, 16, 2>(args, parts, cache, layer, stream);
     });
 }
 

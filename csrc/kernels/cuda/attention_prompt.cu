@@ -46,6 +46,7 @@ void attention_prompt(DType type, const AttentionArgs& args, const CacheView& ca
     job.head_dim = cache.head_dim;
     job.tile_tokens = prompt_tile_tokens(group);
     job.block_len = cache.block_len;
+    job.scores = args.scores;
     while (1 << job.box_shift < box) ++job.box_shift;
     PromptMaps maps;
     maps.queries = make_map<3>(

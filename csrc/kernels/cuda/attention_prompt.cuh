@@ -12,6 +12,7 @@
 #include "kernels/cuda/attention_prompt.h"
 #include "kernels/cuda/error.h"
 #include "kernels/cuda/mma.cuh"
+#include "kernels/cuda/scores.cuh"
 #include "kernels/cuda/wgmma.cuh"
 
 namespace turbomill::cuda {
@@ -48,7 +49,7 @@ struct PromptWork {
 };
 
 // The copying warp.
-template <int D, class Sizes>
+template <int D, bool Plain, class Sizes>
 __device__ inline void prompt_copies(const PromptPlaces<Sizes>& at, const PromptMaps& maps,
                                      const PromptJob& job) {
     const int lane = threadIdx.x % 32;
@@ -70,11 +71,12 @@ __device__ inline void prompt_copies(const PromptPlaces<Sizes>& at, const Prompt
                          slice.first_row + tile.first / job.group, at.queries_full);
         }
         query_parity ^= 1;
-        int block = 0;  // of piece (first + lane)
-        for (int key = 0; key < end; key += Sizes::kKeys) {
+        const int start = Plain ? 0 : job.first_key(slice, tile) / Sizes::kKeys * Sizes::kKeys;
+        int block = 0;  // of piece (first + lane), first a multiple of 32
+        for (int key = start; key < end; key += Sizes::kKeys) {
             const int first = key >> job.box_shift;
-            if (first % 32 == 0) {
-                const int piece = min(first + lane, last_piece),
+            if (first % 32 == 0 || (!Plain && key == start)) {
+                const int piece = min(first / 32 * 32 + lane, last_piece),
                           number = (piece << job.box_shift) / job.block_len;
                 block = job.blocks ? job.blocks[slice.block_offset + number] : tile.first_slot + number;
             }
@@ -105,9 +107,9 @@ __device__ inline void prompt_copies(const PromptPlaces<Sizes>& at, const Prompt
 struct PromptSoftmax {
     float top[2] = {-INFINITY, -INFINITY}, sum[2] = {0.f, 0.f}, shrink[2];
 
-    // Scores become weights. `scale` turns a score into a power of two.
-    template <int N>
-    __device__ void operator()(float (&s)[N], float scale) {
+    // Scores become weights. `scale` turns a score into a power of two. Plain: every row has seen a key.
+    template <bool Plain, int N>
+    __device__ void weigh(float (&s)[N], float scale) {
         float most[2] = {top[0], top[1]};
 #pragma unroll
         for (int i = 0; i < N; ++i) most[i / 2 % 2] = fmaxf(most[i / 2 % 2], s[i]);
@@ -116,9 +118,10 @@ struct PromptSoftmax {
         for (int r = 0; r < 2; ++r) {
             most[r] = fmaxf(most[r], __shfl_xor_sync(kFullWarp, most[r], 1));
             most[r] = fmaxf(most[r], __shfl_xor_sync(kFullWarp, most[r], 2));
-            shrink[r] = power_of_two((top[r] - most[r]) * scale);
+            const float from = !Plain && most[r] == -INFINITY ? 0.f : most[r];
+            shrink[r] = power_of_two((top[r] - from) * scale);
             top[r] = most[r];
-            base[r] = most[r] * scale;
+            base[r] = from * scale;
             sum[r] *= shrink[r];
         }
 #pragma unroll
@@ -129,8 +132,8 @@ struct PromptSoftmax {
     }
 };
 
-// A multiplying warpgroup.
-template <class T, int D, class Sizes>
+// A multiplying warpgroup. Plain: without window and cap.
+template <class T, int D, bool Plain, class Sizes>
 class PromptProducts {
   public:
     __device__ PromptProducts(const PromptPlaces<Sizes>& at, const PromptJob& job, uint8_t* values)
@@ -139,8 +142,9 @@ class PromptProducts {
     __device__ void run(int group) {
         const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
         const int g = lane / 4, t = lane % 4;
-        const float scale = 1.4426950408889634f / sqrtf(float(job_.head_dim));
-        if (group == 1) pass(kTurn, 256);  // the first turn is warpgroup 0's
+        const float scale = kLog2E * job_.scores.scale;
+        const SoftCap cap(job_.scores.scale, job_.scores.softcap);  // of no use when Plain
+        if (group == 1) pass(kTurn, 256);                           // the first turn is warpgroup 0's
         PromptWork work(job_.tile_count * job_.heads);
         for (int item; work.next(item);) {
             if (item >= work.count) continue;
@@ -153,16 +157,30 @@ class PromptProducts {
                 return slice.context + min(tile.first + r, all - 1) / job_.group + 1;
             };
             const int limit[2] = {limit_of(row), limit_of(row + 8)}, fewest = limit_of(64 * group);
+            const int start = Plain ? 0 : job_.first_key(slice, tile) / Sizes::kKeys * Sizes::kKeys;
+            const int unseen = limit_of(64 * group + 63) - job_.scores.window;  // by the last row
             float out[D / 2] = {}, score[Sizes::kKeys / 2];
             unsigned weight[Sizes::kKeys / 4];
             PromptSoftmax softmax;
             const auto weigh = [&](int key) {
+                if constexpr (!Plain) {
+                    if (job_.scores.softcap > 0.f) {
+#pragma unroll
+                        for (float& s : score) s = cap(s);
+                    }
+                    if (key < unseen) {
+#pragma unroll
+                        for (int i = 0; i < Sizes::kKeys / 2; ++i)
+                            if (key + i / 4 * 8 + 2 * t + i % 2 < limit[i / 2 % 2] - job_.scores.window)
+                                score[i] = -INFINITY;
+                    }
+                }
                 if (key + Sizes::kKeys > fewest) {
 #pragma unroll
                     for (int i = 0; i < Sizes::kKeys / 2; ++i)
                         if (key + i / 4 * 8 + 2 * t + i % 2 >= limit[i / 2 % 2]) score[i] = -INFINITY;
                 }
-                softmax(score, scale);
+                softmax.template weigh<Plain>(score, scale);
             };
             const auto round = [&] {
 #pragma unroll
@@ -182,9 +200,9 @@ class PromptProducts {
             products_wait<0>();
             products_land(score);
             release(at_.keys_empty, stage_);
-            weigh(0);
+            weigh(start);
             round();
-            for (int key = Sizes::kKeys; key < end; key += Sizes::kKeys) {
+            for (int key = start + Sizes::kKeys; key < end; key += Sizes::kKeys) {
                 const int last = stage_;
                 const unsigned last_parity = parity_;
                 advance();
@@ -288,7 +306,7 @@ class PromptProducts {
     unsigned parity_ = 0, query_parity_ = 0;
 };
 
-template <class T, int D>
+template <class T, int D, bool Plain>
 __global__ void __launch_bounds__(PromptSizes<D>::kThreads, 1)
     prompt_kernel(const __grid_constant__ PromptMaps maps, const PromptJob job) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -322,10 +340,10 @@ __global__ void __launch_bounds__(PromptSizes<D>::kThreads, 1)
     const int group = __shfl_sync(kFullWarp, threadIdx.x / 128, 0);  // the compiler knows it uniform
     if (group == 2) {
         registers_down<Sizes::kCopyRegisters>();
-        if (__shfl_sync(kFullWarp, threadIdx.x / 32, 0) == 8) prompt_copies<D, Sizes>(at, maps, job);
+        if (__shfl_sync(kFullWarp, threadIdx.x / 32, 0) == 8) prompt_copies<D, Plain, Sizes>(at, maps, job);
     } else {
         registers_up<Sizes::kProductRegisters>();
-        PromptProducts<T, D, Sizes>(at, job, values).run(group);
+        PromptProducts<T, D, Plain, Sizes>(at, job, values).run(group);
     }
 #endif
 }
@@ -334,7 +352,8 @@ template <class T, int D>
 void launch_prompt_for(const PromptMaps& maps, const PromptJob& job, int multiprocessors,
                        cudaStream_t stream) {
     using Sizes = PromptSizes<D>;
-    const auto kernel = prompt_kernel<T, D>;
+    const bool plain = job.scores.window == kNoWindow && job.scores.softcap == 0.f;
+    const auto kernel = plain ? prompt_kernel<T, D, true> : prompt_kernel<T, D, false>;
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Sizes::kShared),
           "attention_prompt's shared memory");
     const int blocks = std::min(multiprocessors, job.tile_count * job.heads);

@@ -23,6 +23,13 @@ struct PromptJob {
     int tile_count, num_heads, heads, group, head_dim;
     int tile_tokens;           // of a tile
     int block_len, box_shift;  // tokens of a block; log2 of the rows of a box
+    Scores scores;
+
+    // The first key that a row of the tile sees.
+    __host__ __device__ int first_key(const SliceInfo& slice, const QueryTile& tile) const {
+        const int first = slice.context + tile.first / group + 1 - scores.window;
+        return first > 0 ? first : 0;
+    }
 };
 
 template <class T>

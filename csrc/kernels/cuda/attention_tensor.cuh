@@ -13,6 +13,7 @@
 #include "kernels/cuda/kv_codes.cuh"
 #include "kernels/cuda/launch.h"
 #include "kernels/cuda/mma.cuh"
+#include "kernels/cuda/scores.cuh"
 
 namespace turbomill::cuda {
 namespace {
@@ -107,10 +108,11 @@ struct Softmax {
     float top[2] = {-INFINITY, -INFINITY}, sum[2] = {0.f, 0.f};
 };
 
-// One tile's keys [first_key, first_key + 8 Tiles), which start at token `token` and end before limit[row].
+// One tile's keys [first_key, first_key + 8 Tiles), which start at token `token`; row r sees those of the
+// window that ends before limit[r].
 template <class T, int D, int Tiles>
 __device__ void attend(const unsigned (&query)[D / 16][4], const T* keys, const T* values, int token,
-                       const int (&limit)[2], float scale, Softmax<D>& s) {
+                       const int (&limit)[2], const Scores& scores, Softmax<D>& s) {
     const int lane = threadIdx.x % 32, t = lane % 4, matrix = lane / 8, row = lane % 8;
     float score[Tiles][4] = {};
 #pragma unroll
@@ -124,11 +126,20 @@ __device__ void attend(const unsigned (&query)[D / 16][4], const T* keys, const 
         }
     }
     float top[2] = {s.top[0], s.top[1]};
+    const float scale = kLog2E * scores.scale;  // scores in powers of two
+    if (scores.softcap > 0.f) {
+        const SoftCap cap(scores.scale, scores.softcap);
+#pragma unroll
+        for (int j = 0; j < Tiles; ++j)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) score[j][i] = cap(score[j][i]);
+    }
 #pragma unroll
     for (int j = 0; j < Tiles; ++j) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const bool seen = token + 8 * j + 2 * t + i % 2 < limit[i / 2];
+            const int at = token + 8 * j + 2 * t + i % 2;
+            const bool seen = at < limit[i / 2] && at >= limit[i / 2] - scores.window;
             score[j][i] = seen ? score[j][i] * scale : -INFINITY;
             top[i / 2] = fmaxf(top[i / 2], score[j][i]);
         }
@@ -182,7 +193,6 @@ __global__ void __launch_bounds__(kWarps * 32, RowWarps == 1 ? 3 : 2)
     const QueryTile tile = a.tiles[blockIdx.x];
     const SliceInfo slice = a.slices[tile.slice];
     const int head = blockIdx.y, group = a.num_heads / c.heads, all_rows = slice.length * group;
-    const float scale = 1.4426950408889634f / sqrtf(float(D));  // scores in powers of two
 
     // The query's fragments, and how many keys its rows see.
     unsigned query[D / 16][4];
@@ -206,17 +216,20 @@ __global__ void __launch_bounds__(kWarps * 32, RowWarps == 1 ? 3 : 2)
     const int end = min(tile.end, slice.context + last_row / group + 1);
     TileLoader<T, D, Bits> loader(c, layer, head, a.blocks + slice.block_offset, end);
     T *current = stages, *next = stages + kStage<D>;
-    if (tile.begin < end) {
-        loader.request(tile.begin, current);
+    // Keys before `start` no row sees.
+    const int unseen = slice.context + tile.first / group + 1 - a.scores.window;
+    const int start = max(tile.begin, unseen / kKeys * kKeys);
+    if (start < end) {
+        loader.request(start, current);
         loader.complete(current);
     }
     __syncthreads();
-    for (int begin = tile.begin; begin < end; begin += kKeys) {
+    for (int begin = start; begin < end; begin += kKeys) {
         const bool more = begin + kKeys < end;
         if (more) loader.request(begin + kKeys, next);
         const T* keys = current + key_warp * kWarpKeys * kStride<D>;
         attend<T, D, kWarpKeys / 8>(query, keys, keys + kKeys * kStride<D>, begin + key_warp * kWarpKeys,
-                                    limit, scale, s);
+                                    limit, a.scores, s);
         if (more) loader.complete(next);
         __syncthreads();
         T* done = current;

@@ -1,11 +1,12 @@
 #include "kernels/cuda/backend.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 #include <numeric>
 
+#include "kernels/cuda/attention_choice.h"
 #include "kernels/cuda/device.h"
+#include "kernels/cuda/device_buffer.h"
 #include "kernels/cuda/error.h"
 
 namespace turbomill::cuda {
@@ -14,30 +15,6 @@ namespace {
 constexpr int kMaxHeadDim = 256;
 // Decodes up to which attention rotates and caches their tokens: a launch less counts for more than the work.
 constexpr int kFewTokens = 16;
-
-class DeviceBuffer : public Buffer {
-  public:
-    explicit DeviceBuffer(size_t bytes)
-        : memory_(bytes, "an activation buffer", "lower max_prefill_token_num or cache_max_entry_count") {}
-    void* data() override { return memory_.as(); }
-
-  private:
-    DeviceMemory memory_;
-};
-
-CacheView view_of(const CacheLayout& layout, uint8_t* data) {
-    return {data,
-            int64_t(layout.block_bytes),
-            int64_t(layout.layer_bytes),
-            int(layout.row_bytes),
-            int(layout.head_bytes),
-            int(layout.param_bytes),
-            layout.bits,
-            layout.dtype,
-            layout.heads,
-            layout.head_dim,
-            layout.block_len};
-}
 
 // Device memory holding `values`.
 template <class T>
@@ -49,7 +26,12 @@ DeviceMemory upload(const std::vector<T>& values, const std::string& what, cudaS
 }
 
 const ModelConfig& supported(const ModelConfig& model) {
-    require_known_variants(model, "cuda", {"rotary_dim", "rope_original_context"});
+    require_known_variants(
+        model, "cuda",
+        {"rotary_dim", "rope_original_context", "local_rope_layers", "qk_norm", "post_norms",
+         "embedding_scale", "attention_scale", "attention_softcap", "logit_softcap", "activation",
+         "layer_windows", "num_experts", "experts_per_token", "expert_intermediate_size",
+         "shared_expert_intermediate_size", "norm_topk_prob", "dense_layers"});
     if (model.head_dim > kMaxHeadDim || model.head_dim % 8)
         throw std::invalid_argument("head_dim is " + std::to_string(model.head_dim) +
                                     ", the cuda backend needs a multiple of 8 up to 256");
@@ -60,36 +42,6 @@ int multiprocessors(int device) {
     int count = 0;
     check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "counting multiprocessors");
     return count;
-}
-
-AttentionKernels choose_attention(DType type, const CacheView& cache) {
-    if (!attention_tensor_fits(type, cache)) return AttentionKernels::Any;
-    return attention_decode_fits(type, cache) ? AttentionKernels::Decode : AttentionKernels::Tensor;
-}
-
-PromptTiles choose_prompt_tiles(DType type, const CacheView& cache, const ModelConfig& model,
-                                const EngineConfig& config) {
-    if (!attention_prompt_fits(type, cache, model.num_heads)) return {};
-    const int tokens = std::max(config.session_len, config.max_step_tokens());
-    return {prompt_tile_tokens(model.group()) * model.group(),
-            cache.bits < 16 ? ceil_div(tokens, kUnpackedBlock) : 0};
-}
-
-// A quantized cache's blocks of one layer, unpacked.
-CacheView unpacked_view(CacheView cache, DType type) {
-    cache.row_bytes = cache.head_dim * int(dtype_bytes(type));
-    cache.head_bytes = kUnpackedBlock * cache.row_bytes;
-    cache.block_bytes = 2 * int64_t(cache.heads) * cache.head_bytes;
-    cache.layer_bytes = cache.param_bytes = 0;
-    cache.bits = 16;
-    cache.dtype = type;
-    cache.block_len = kUnpackedBlock;
-    return cache;
-}
-
-bool wants_logprobs(const BatchData& batch) {
-    return std::any_of(batch.slices.begin(), batch.slices.end(),
-                       [](const Slice& s) { return s.sample && s.sampling.logprobs >= 0; });
 }
 
 DeviceMemory cache_memory(const CacheLayout& layout, const EngineConfig& config) {
@@ -104,24 +56,8 @@ int most_slots(const EngineConfig& config) {
 
 }  // namespace
 
-Stream::Stream() {
-    check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "creating a stream");
-}
-
-Stream::~Stream() {
-    cudaStreamDestroy(stream_);
-}
-
-Event::Event() {
-    check(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming), "creating an event");
-}
-
-Event::~Event() {
-    cudaEventDestroy(event_);
-}
-
 CudaBackend::CudaBackend(const ModelConfig& model, const EngineConfig& config, const Weights& weights,
-                         const std::vector<float>& inv_freq)
+                         const std::vector<float>& inv_freq, const std::vector<float>& local_inv_freq)
     : model_(supported(model)),
       config_(config),
       device_(select_device(config.device)),
@@ -131,11 +67,13 @@ CudaBackend::CudaBackend(const ModelConfig& model, const EngineConfig& config, c
       linear_(type_, weights_.largest_unfused(), stream_),
       layout_(model, config),
       cache_bytes_(cache_memory(layout_, config)),
-      cache_(view_of(layout_, cache_bytes_.as<uint8_t>())),
-      attention_kernels_(choose_attention(type_, cache_)),
+      cache_(cache_view(layout_, cache_bytes_.as<uint8_t>())),
+      attention_kernels_(choose_attention(type_, cache_, model.num_heads)),
       multiprocessors_(multiprocessors(device_)),
       prompt_tiles_(choose_prompt_tiles(type_, cache_, model, config)),
-      rope_half_(int(inv_freq.size())),
+      rope_(inv_freq, config.session_len, model.rope_attention_factor, stream_),
+      local_rope_(local_inv_freq, config.session_len, 1.f, stream_),
+      moe_(model, weights, config.max_step_tokens(), type_, multiprocessors_, stream_),
       step_(config, {model, attention_kernels_, cache_.bits, multiprocessors_, prompt_tiles_},
             most_slots(config)),
       last_token_((size_t(most_slots(config)) + 1) * 4, "the last tokens", "lower max_batch_size"),
@@ -153,7 +91,6 @@ CudaBackend::CudaBackend(const ModelConfig& model, const EngineConfig& config, c
       targets_(size_t(logit_rows_) * 4, "a prompt's next tokens", "lower max_batch_size"),
       target_logprobs_(size_t(logit_rows_) * sizeof(LogprobRow), "a prompt's logprobs",
                        "lower max_batch_size") {
-    make_rope_table(inv_freq);
     const size_t slots = attention_kernels_ == AttentionKernels::Decode
                              ? 2 * size_t(kMostDecodeRanges) * multiprocessors_
                              : TilePlanner(model, attention_kernels_, cache_.bits, multiprocessors_).slots() *
@@ -185,28 +122,12 @@ CudaBackend::~CudaBackend() {
     cudaStreamSynchronize(stream_);
 }
 
-void CudaBackend::make_rope_table(const std::vector<float>& inv_freq) {
-    const size_t half = inv_freq.size();
-    std::vector<float> cos(half * config_.session_len), sin(cos.size());
-    for (int position = 0; position < config_.session_len; ++position) {
-        for (size_t i = 0; i < half; ++i) {
-            // fp32 products, as the models were trained and as transformers computes them
-            const float angle = float(position) * inv_freq[i];
-            cos[position * half + i] = std::cos(angle) * model_.rope_attention_factor;
-            sin[position * half + i] = std::sin(angle) * model_.rope_attention_factor;
-        }
-    }
-    cos_ = upload(cos, "the rotary table", stream_);
-    sin_ = upload(sin, "the rotary table", stream_);
-    check(cudaStreamSynchronize(stream_), "copying the rotary table");
-}
-
 std::unique_ptr<Buffer> CudaBackend::allocate(int rows, int columns) {
-    return std::make_unique<DeviceBuffer>(size_t(rows) * columns * dtype_bytes(type_));
+    return std::make_unique<DeviceBuffer>(size_t(rows) * columns, type_, false);
 }
 
 std::unique_ptr<Buffer> CudaBackend::allocate_residual(int rows, int columns) {
-    return std::make_unique<DeviceBuffer>(size_t(rows) * columns * 4);
+    return std::make_unique<DeviceBuffer>(size_t(rows) * columns, DType::F32, true);
 }
 
 bool CudaBackend::recordable(const BatchData& batch) const {
@@ -219,7 +140,10 @@ bool CudaBackend::recordable(const BatchData& batch) const {
 }
 
 bool CudaBackend::fuses_rope(const BatchData& batch) const {
-    return recordable(batch) && int(batch.slices.size()) <= kFewTokens && 2 * rope_half_ == model_.head_dim;
+    return recordable(batch) && int(batch.slices.size()) <= kFewTokens && !model_.qk_norm &&
+           2 * rope_.half == model_.head_dim && model_.attention_softcap == 0.f &&
+           std::all_of(model_.layer_windows.begin(), model_.layer_windows.end(),
+                       [](int window) { return window == 0; });
 }
 
 void CudaBackend::begin_step(const BatchData& batch) {
@@ -243,7 +167,7 @@ void CudaBackend::wake() {
     check(cudaSetDevice(device_), "choosing the GPU");
     if (!weights_.held()) {
         weights_ = DeviceWeights(stored_, type_, stream_);
-        embedding_ = weights_.at(table_->dense);
+        embedding_ = weights_.at(table_->dense ? table_->dense : table_->codes);
     }
     if (!cache_bytes_.bytes()) cache_bytes_ = cache_memory(layout_, config_);
     cache_.data = cache_bytes_.as<uint8_t>();
@@ -267,7 +191,7 @@ void CudaBackend::run(BatchData& batch, const std::function<void()>& calls) {
         calls();
     }
     const size_t sampled = step_.sampled.size();
-    const bool logprobs = wants_logprobs(batch);
+    const bool logprobs = step_.wants_logprobs;
     check(cudaMemcpyAsync(host_results_[side_].as(), results_.as(),
                           logprobs ? logprobs_at_ + sampled * sizeof(LogprobRow) : sampled * 4,
                           cudaMemcpyDeviceToHost, stream_),
@@ -294,169 +218,6 @@ void CudaBackend::synchronize() {
             std::memcpy(&sample.logprobs, results + logprobs_at_ + i * sizeof(LogprobRow),
                         sizeof(LogprobRow));
     }
-}
-
-void CudaBackend::embed(Buffer& x) {
-    cuda::embed(type_, embedding_, step_.ids(), last_token_.as<int>(), static_cast<float*>(x.data()),
-                step_.tokens, model_.hidden_size, stream_);
-}
-
-void CudaBackend::rms_norm(Buffer& x, const std::vector<float>& weight, Buffer& y) {
-    cuda::rms_norm(type_,
-                   {static_cast<float*>(x.data()), nullptr, nullptr, false, weights_.at(weight), y.data(),
-                    step_.tokens, model_.hidden_size, model_.norm_eps},
-                   stream_);
-}
-
-void CudaBackend::add_rms_norm(Buffer& delta, Buffer& x, const std::vector<float>& weight, Buffer& y) {
-    cuda::rms_norm(type_,
-                   {static_cast<float*>(x.data()), delta.data(), nullptr, true, weights_.at(weight), y.data(),
-                    step_.tokens, model_.hidden_size, model_.norm_eps},
-                   stream_);
-}
-
-void CudaBackend::linear(const Linear& w, Buffer& x, Buffer& y) {
-    linear_(device_view(w, weights_), x.data(), step_.tokens, y.data(), type_);
-}
-
-void CudaBackend::rope_and_cache(int layer, Buffer& qkv) {
-    if (rope_fused_) return;  // attention() does it
-    cuda::rope_and_cache(type_,
-                         {qkv.data(), cos_.as<float>(), sin_.as<float>(), rope_half_, step_.positions(),
-                          step_.row_slice(), step_.slices(), step_.blocks(), step_.tokens, model_.num_heads},
-                         cache_, layer, stream_);
-}
-
-void CudaBackend::attention(int layer, Buffer& qkv, Buffer& out) {
-    const auto args = [&](const QueryTile* tiles, int count) {
-        return AttentionArgs{qkv.data(), out.data(), step_.slices(),  step_.blocks(),
-                             tiles,      count,      model_.num_heads};
-    };
-    const AttentionParts parts{parts_.as<float>(), part_counters_.as<unsigned>()};
-    switch (attention_kernels_) {
-        case AttentionKernels::Any:
-            attention_any(type_, args(step_.decodes(), step_.decode_tiles), cache_, layer, stream_);
-            break;
-        case AttentionKernels::Tensor:
-            attention_tensor(type_, args(step_.decodes(), step_.decode_tiles), parts, kQueryRows, cache_,
-                             layer, stream_);
-            break;
-        case AttentionKernels::Decode:
-            attention_decode(
-                type_,
-                {qkv.data(), out.data(), step_.ranges(), step_.entries(), step_.blocks(), step_.decode_ranges,
-                 step_.decode_entries, step_.decode_rows, model_.num_heads,
-                 rope_fused_ ? cos_.as<float>() : nullptr, rope_fused_ ? sin_.as<float>() : nullptr},
-                parts, cache_, layer, stream_);
-            break;
-    }
-    if (prompt_tiles_.rows) {
-        prompt_attention(layer, qkv, out);
-    } else if (step_.prompt_tiles) {
-        attention_tensor(type_, args(step_.prompts(), step_.prompt_tiles), parts, kPromptRows, cache_, layer,
-                         stream_);
-    }
-}
-
-void CudaBackend::prompt_attention(int layer, Buffer& qkv, Buffer& out) {
-    const bool unpacks = prompt_tiles_.unpacked_blocks > 0;
-    int first = 0;
-    for (const int end : step_.prompt_launches()) {
-        const QueryTile* tiles = step_.prompts() + first;
-        const int count = end - first;
-        if (unpacks)
-            kv_unpack(type_, {step_.slices(), step_.blocks(), tiles, count, unpacked_}, cache_, layer,
-                      stream_);
-        attention_prompt(
-            type_, {qkv.data(), out.data(), step_.slices(), step_.blocks(), tiles, count, model_.num_heads},
-            unpacks ? unpacked_ : cache_, unpacks, step_.tokens, layer, multiprocessors_, stream_);
-        first = end;
-    }
-}
-
-void CudaBackend::silu_gate(Buffer& gate_up, Buffer& out) {
-    cuda::silu_gate(type_, gate_up.data(), out.data(), step_.tokens, model_.intermediate_size, stream_);
-}
-
-void CudaBackend::silu_gated_linear(const Linear& w, Buffer& x, Buffer& gate_up, Buffer& out) {
-    if (!linear_.silu_gated(device_view(w, weights_), x.data(), step_.tokens, out.data()))
-        Backend::silu_gated_linear(w, x, gate_up, out);
-}
-
-void CudaBackend::project(Buffer& delta, Buffer& x, const float* norm, const DeviceLinear& head, int slice,
-                          int begin, int count) {
-    cuda::rms_norm(type_,
-                   {static_cast<float*>(x.data()), delta.data(),
-                    row_numbers_.as<int>() + step_.first_rows[slice] + begin, false, norm, normed_.as(),
-                    count, model_.hidden_size, model_.norm_eps},
-                   stream_);
-    linear_(head, normed_.as(), count, logits_.as(), DType::F32);
-}
-
-void CudaBackend::copy_logprobs(Buffer& delta, Buffer& x, const float* norm, const DeviceLinear& head,
-                                int slice, BatchData& batch) {
-    const Slice& s = batch.slices[slice];
-    auto& out = batch.logprobs[slice];
-    out.resize(s.length);
-    for (int begin = 0; begin < s.length; begin += logit_rows_) {
-        const int count = std::min(logit_rows_, s.length - begin);
-        project(delta, x, norm, head, slice, begin, count);
-        check(cudaMemcpyAsync(targets_.as(), s.targets.data() + begin, size_t(count) * 4,
-                              cudaMemcpyHostToDevice, stream_),
-              "sending a prompt's next tokens");
-        logprobs(logits_.as<float>(), model_.vocab_size, nullptr, s.sampling.prompt_logprobs,
-                 targets_.as<int>(), count, target_logprobs_.as<LogprobRow>(), stream_);
-        check(cudaMemcpyAsync(out.data() + begin, target_logprobs_.as(), size_t(count) * sizeof(LogprobRow),
-                              cudaMemcpyDeviceToHost, stream_),
-              "copying a prompt's logprobs");
-    }
-}
-
-void CudaBackend::copy_logits(Buffer& delta, Buffer& x, const float* norm, const DeviceLinear& head,
-                              int slice, BatchData& batch) {
-    const int length = batch.slices[slice].length;
-    auto& logits = batch.logits[slice];
-    logits.resize(size_t(length) * model_.vocab_size);
-    for (int begin = 0; begin < length; begin += logit_rows_) {
-        const int count = std::min(logit_rows_, length - begin);
-        project(delta, x, norm, head, slice, begin, count);
-        check(cudaMemcpyAsync(logits.data() + size_t(begin) * model_.vocab_size, logits_.as(),
-                              size_t(count) * model_.vocab_size * 4, cudaMemcpyDeviceToHost, stream_),
-              "copying logits");
-    }
-}
-
-void CudaBackend::finish(Buffer& delta, Buffer& x, const std::vector<float>& norm, const Linear& head,
-                         BatchData& batch) {
-    const DeviceLinear output = device_view(head, weights_);
-    const float* weight = weights_.at(norm);
-    for (int i = 0; i < int(batch.slices.size()); ++i) {
-        if (batch.slices[i].return_logits) copy_logits(delta, x, weight, output, i, batch);
-        if (!batch.slices[i].targets.empty()) copy_logprobs(delta, x, weight, output, i, batch);
-    }
-    const int count = step_.sample_count;
-    if (count == 0) return;
-    cuda::rms_norm(type_,
-                   {static_cast<float*>(x.data()), delta.data(), step_.sampled_rows(), false, weight,
-                    normed_.as(), count, model_.hidden_size, model_.norm_eps},
-                   stream_);
-    linear_(output, normed_.as(), count, logits_.as(), DType::F32);
-    const float* logits = logits_.as<float>();
-    if (edits_.view().count > 0) {
-        // A copy: logprobs are of the model's own.
-        if (!edited_.bytes())
-            edited_ = DeviceMemory(logits_.bytes(), "edited logits", "lower max_batch_size");
-        check(cudaMemcpyAsync(edited_.as(), logits_.as(), size_t(count) * model_.vocab_size * 4,
-                              cudaMemcpyDeviceToDevice, stream_),
-              "copying logits");
-        edit_logits(edited_.as<float>(), model_.vocab_size, edits_.view(), last_token_.as<int>(), stream_);
-        logits = edited_.as<float>();
-    }
-    sample(logits, model_.vocab_size, step_.samples(), count, results_.as<int>(), last_token_.as<int>(),
-           {sample_parts_.as<SamplePart>(), sample_counters_.as<unsigned>()}, stream_);
-    if (wants_logprobs(batch))
-        logprobs(logits_.as<float>(), model_.vocab_size, step_.samples(), 0, results_.as<int>(), count,
-                 sampled_logprobs(), stream_);
 }
 
 }  // namespace turbomill::cuda

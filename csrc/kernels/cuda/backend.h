@@ -16,33 +16,12 @@
 #include "kernels/cuda/launch.h"
 #include "kernels/cuda/linear.h"
 #include "kernels/cuda/memory.h"
+#include "kernels/cuda/moe.h"
+#include "kernels/cuda/rope_table.h"
 #include "kernels/cuda/step.h"
+#include "kernels/cuda/stream.h"
 
 namespace turbomill::cuda {
-
-class Stream {
-  public:
-    Stream();
-    ~Stream();
-    Stream(const Stream&) = delete;
-    Stream& operator=(const Stream&) = delete;
-    operator cudaStream_t() const { return stream_; }
-
-  private:
-    cudaStream_t stream_ = nullptr;
-};
-
-class Event {
-  public:
-    Event();
-    ~Event();
-    Event(const Event&) = delete;
-    Event& operator=(const Event&) = delete;
-    operator cudaEvent_t() const { return event_; }
-
-  private:
-    cudaEvent_t event_ = nullptr;
-};
 
 // Activations in the model's type, the residual and every sum in fp32. Everything is queued on one stream,
 // one step behind the other; the host waits in synchronize() alone. Steps of decodes alone are padded to few
@@ -50,16 +29,17 @@ class Event {
 // decoder's allocate() calls, except by steps that return logits and by recording.
 class CudaBackend : public Backend {
   public:
-    // `inv_freq` [D/2]: rotary frequencies. Copies the weights, which the caller keeps: they name the copies.
+    // `inv_freq` [D_rot/2]: rotary frequencies; `local_inv_freq` likewise, for the layers local_rope_layers.
+    // Copies the weights, which the caller keeps: they name the copies.
     CudaBackend(const ModelConfig& model, const EngineConfig& config, const Weights& weights,
-                const std::vector<float>& inv_freq);
+                const std::vector<float>& inv_freq, const std::vector<float>& local_inv_freq);
     ~CudaBackend() override;
 
     std::unique_ptr<Buffer> allocate(int rows, int columns) override;
     std::unique_ptr<Buffer> allocate_residual(int rows, int columns) override;
     void set_embedding(const Linear& table) override {
         table_ = &table;
-        embedding_ = weights_.at(table.dense);
+        embedding_ = weights_.at(table.dense ? table.dense : table.codes);
     }
     void begin_step(const BatchData& batch) override;
     void copy_blocks(const std::vector<BlockCopy>& copies) override;
@@ -76,6 +56,9 @@ class CudaBackend : public Backend {
     void attention(int layer, Buffer& qkv, Buffer& out) override;
     void silu_gate(Buffer& gate_up, Buffer& out) override;
     void silu_gated_linear(const Linear& w, Buffer& x, Buffer& gate_up, Buffer& out) override;
+    void qk_norm(const std::vector<float>& q, const std::vector<float>& k, Buffer& qkv) override;
+    void gelu_gate(Buffer& gate_up, Buffer& out) override;
+    void moe(const Moe& moe, Buffer& x, Buffer& y) override;
     void finish(Buffer& delta, Buffer& x, const std::vector<float>& norm, const Linear& head,
                 BatchData& batch) override;
 
@@ -96,18 +79,24 @@ class CudaBackend : public Backend {
     bool recordable(const BatchData& batch) const;
     // Whether attention_decode rotates and caches this step's tokens.
     bool fuses_rope(const BatchData& batch) const;
-    void make_rope_table(const std::vector<float>& inv_freq);
+    const RopeTable& rope(int layer) const { return model_.local_rope(layer) ? local_rope_ : rope_; }
+    AttentionParts parts() const { return {parts_.as<float>(), part_counters_.as<unsigned>()}; }
+    AttentionArgs attention_args(int layer, Buffer& qkv, Buffer& out, const QueryTile* tiles,
+                                 int count) const;
+    void decode_attention(int layer, Buffer& qkv, Buffer& out);
     void prompt_attention(int layer, Buffer& qkv, Buffer& out);
-    // Logits of every token of a slice, copied to the host in pieces.
-    // Logprobs of every token of a slice that has targets, likewise.
+    // Logprobs of every token of a slice that has targets, copied to the host in pieces.
     void copy_logprobs(Buffer& delta, Buffer& x, const float* norm, const DeviceLinear& head, int slice,
                        BatchData& batch);
     // Logits [count, V] of rows of a slice from its row `begin` on, into logits_.
     void project(Buffer& delta, Buffer& x, const float* norm, const DeviceLinear& head, int slice, int begin,
                  int count);
+    // logits_ = those of the first `count` rows of normed_
+    void output_linear(const DeviceLinear& head, int count);
     LogprobRow* sampled_logprobs() const {
         return reinterpret_cast<LogprobRow*>(results_.as<uint8_t>() + logprobs_at_);
     }
+    // Logits of every token of a slice, likewise.
     void copy_logits(Buffer& delta, Buffer& x, const float* norm, const DeviceLinear& head, int slice,
                      BatchData& batch);
 
@@ -127,12 +116,12 @@ class CudaBackend : public Backend {
     const AttentionKernels attention_kernels_;
     const int multiprocessors_;
     const PromptTiles prompt_tiles_;
-    const int rope_half_;  // half of the dimensions that are rotated
+    const RopeTable rope_, local_rope_;
+    MoeRunner moe_;
     StepInputs step_;
     DeviceMemory parts_, part_counters_;  // where the parts of a decode's keys meet
     DeviceMemory unpacked_bytes_;         // a layer's keys and values for prompts, of a quantized cache
     CacheView unpacked_{};
-    DeviceMemory cos_, sin_;        // [session_len, D/2]
     DeviceMemory last_token_;       // per slot, and one for padding
     const int logit_rows_;          // rows of the two below
     DeviceMemory normed_, logits_;  // [logit_rows, H] in T, [logit_rows, V] fp32
@@ -143,11 +132,12 @@ class CudaBackend : public Backend {
     DeviceMemory results_;          // tokens [sampled], then LogprobRow [sampled] where some are wanted
     PinnedMemory host_results_[2];  // likewise, of two steps in turn
     Event done_[2];                 // likewise
-    DeviceMemory targets_, target_logprobs_;  // [logit_rows] of a prompt: tokens, LogprobRow
-    DeviceMemory row_numbers_;                // 0, 1, 2, ... as many as a step has rows
-    std::deque<Issued> issued_;               // oldest first, at most two
-    int side_ = 0;                            // of the step being issued
-    bool rope_fused_ = false;                 // likewise
+    DeviceMemory targets_, target_logprobs_;             // [logit_rows] of a prompt: tokens, LogprobRow
+    DeviceMemory row_numbers_;                           // 0, 1, 2, ... as many as a step has rows
+    std::deque<Issued> issued_;                          // oldest first, at most two
+    int side_ = 0;                                       // of the step being issued
+    bool rope_fused_ = false;                            // likewise
+    const float *q_norm_ = nullptr, *k_norm_ = nullptr;  // for the next rope_and_cache()
     StepGraphs graphs_;
 };
 

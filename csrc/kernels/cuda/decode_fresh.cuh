@@ -39,9 +39,9 @@ __device__ inline void rotate_row(const float* cos, const float* sin, WarpRow<D>
 template <int Bits, int D>
 struct FreshRows {
     static constexpr int kBytes = D / 32 * Bits / 8;  // of a lane and row
-    using Word = std::conditional_t<
-        kBytes == 8, uint2,
-        std::conditional_t<kBytes == 4, unsigned, std::conditional_t<kBytes == 2, uint16_t, uint8_t>>>;
+    using Small =
+        std::conditional_t<kBytes == 4, unsigned, std::conditional_t<kBytes == 2, uint16_t, uint8_t>>;
+    using Word = std::conditional_t<kBytes == 16, uint4, std::conditional_t<kBytes == 8, uint2, Small>>;
 
     Word words[2][32];
     __half2 params[2];
@@ -60,10 +60,14 @@ struct FreshRows {
 #pragma unroll
             for (int i = 1; i < D / 32; ++i) low = fminf(low, v[i]), high = fmaxf(high, v[i]);
             const Quantizer quantizer(warp_min(low), warp_max(high), (1 << Bits) - 1);
-            unsigned codes = 0;
+            using Codes = std::conditional_t<kBytes == 8, uint64_t, unsigned>;
+            Codes codes = 0;
 #pragma unroll
-            for (int i = 0; i < D / 32; ++i) codes |= unsigned(quantizer.code(v[i])) << (Bits * i);
-            word = Word(codes);
+            for (int i = 0; i < D / 32; ++i) codes |= Codes(quantizer.code(v[i])) << (Bits * i);
+            if constexpr (kBytes == 8)
+                word = make_uint2(unsigned(codes), unsigned(codes >> 32));
+            else
+                word = Word(codes);
             if (lane == 0) *param = params[value] = quantizer.params;
         }
         words[value][lane] = word;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels/cuda/decode_tile.cuh"
+#include "kernels/cuda/scores.cuh"
 
 namespace turbomill::cuda {
 
@@ -15,10 +16,9 @@ struct Queries {
 
     // cos, sin [D / 2]: of the token's position, with Rope.
     __device__ void load(const T* qkv, int64_t width, int first_row, int head, int group, int rows,
-                         const float* cos, const float* sin) {
+                         float score_scale, const float* cos, const float* sin) {
         const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-        constexpr float kBase2 = 1.4426950408889634f;
-        const float scale = kBase2 / sqrtf(float(D));
+        const float scale = kLog2E * score_scale;
 #pragma unroll
         for (int n = 0; n < Columns; ++n) {
             const int row = 8 * n + g;

@@ -43,11 +43,29 @@ __device__ inline float sum_of_rows(float v) {
     return v + __shfl_xor_sync(kFullWarp, v, 16);
 }
 
-// One tile of keys [key, key + Keys). limit: keys that each column sees; `fewest` the least of them, `most`
-// the greatest: what is stored beyond has no meaning.
-template <class T, int Bits, int D, int Columns, bool Rope, int Keys>
+// Capped scores x, which stay in the units of q.factor.
+template <int Tiles, class T, int Bits, int D, int Columns, bool Rope>
+__device__ inline void cap_scores(float softcap, const Queries<T, Bits, D, Columns, Rope>& q,
+                                  float (&x)[Tiles][Columns][4]) {
+#pragma unroll
+    for (int n = 0; n < Columns; ++n)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const SoftCap cap(q.factor[n][i] / kLog2E, softcap);
+#pragma unroll
+            for (int m = 0; m < Tiles; ++m)
+#pragma unroll
+                for (int half = 0; half < 2; ++half) x[m][n][2 * half + i] = cap(x[m][n][2 * half + i]);
+        }
+}
+
+// One tile of keys [key, key + Keys). Each column sees the keys of the window that ends before its limit;
+// `fewest` is the least limit, `most` the greatest: what is stored beyond has no meaning. Plain: without
+// window and cap.
+template <bool Plain, class T, int Bits, int D, int Columns, bool Rope, int Keys>
 __device__ inline void attend(const uint8_t* stage, int key, const int (&limit)[Columns][2], int fewest,
-                              int most, const Queries<T, Bits, D, Columns, Rope>& q, Running<D, Columns>& r) {
+                              int most, const Scores& scores, const Queries<T, Bits, D, Columns, Rope>& q,
+                              Running<D, Columns>& r) {
     using Element = std::conditional_t<Bits == 16, T, __half>;
     constexpr int kTiles = Keys / 16;
     const int lane = threadIdx.x % 32, g = lane / 4;
@@ -78,6 +96,17 @@ __device__ inline void attend(const uint8_t* stage, int key, const int (&limit)[
                         score = score * p.x + p.y * q.sum[n][i];
                     }
             }
+    }
+    if (!Plain && scores.softcap > 0.f) cap_scores<kTiles>(scores.softcap, q, x);
+    if (!Plain && key < most - scores.window) {
+#pragma unroll
+        for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+            for (int n = 0; n < Columns; ++n)
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    if (key + 16 * m + i / 2 * 8 + g < limit[n][i % 2] - scores.window)
+                        x[m][n][i] = -INFINITY;
     }
     if (key + Keys > fewest) {
 #pragma unroll

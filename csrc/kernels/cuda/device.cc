@@ -50,34 +50,42 @@ std::vector<DeviceInfo> devices() {
     return found;
 }
 
-int select_device(const std::string& name) {
+std::string device_refusal(const std::string& name, const FoundDevices& found) {
     const int index = parse_index(name);
-    int count = 0, driver = 0, runtime = 0;
-    const cudaError_t status = cudaGetDeviceCount(&count);
-    cudaGetLastError();
-    cudaDriverGetVersion(&driver);
-    cudaRuntimeGetVersion(&runtime);
-    if (status == cudaErrorInsufficientDriver)
-        throw CudaError(driver == 0
-                            ? "no NVIDIA driver is installed, device '" + name + "' cannot be used"
-                            : "the NVIDIA driver supports CUDA " + version(driver) + ", this build needs " +
-                                  version(runtime) + ": update the driver or use device 'cpu'");
-    if (status == cudaErrorNoDevice)
-        count = 0;
-    else
-        check(status, "looking for GPUs");
+    if (found.status == cudaErrorInsufficientDriver)
+        return found.driver == 0
+                   ? "no NVIDIA driver is installed, device '" + name + "' cannot be used"
+                   : "the NVIDIA driver supports CUDA " + version(found.driver) + ", this build needs " +
+                         version(found.runtime) + ": update the driver or use device 'cpu'";
+    const int count = found.status == cudaErrorNoDevice ? 0 : found.count;
     if (index >= count)
-        throw CudaError("device is '" + name + "', but this machine has " + std::to_string(count) + " GPU" +
-                        (count == 1 ? "" : "s"));
+        return "device is '" + name + "', but this machine has " + std::to_string(count) + " GPU" +
+               (count == 1 ? "" : "s");
+    return "";
+}
+
+std::string capability_refusal(int index, int major, int minor) {
+    return "GPU " + std::to_string(index) + " has compute capability " + std::to_string(major) + "." +
+           std::to_string(minor) + ", for which this build has no kernels: " +
+           (major < 8 ? "they need 8.0 or more, use device 'cpu'"
+                      : "rebuild with it in TURBOMILL_CUDA_ARCHITECTURES");
+}
+
+int select_device(const std::string& name) {
+    FoundDevices found{};
+    found.status = cudaGetDeviceCount(&found.count);
+    cudaGetLastError();
+    cudaDriverGetVersion(&found.driver);
+    cudaRuntimeGetVersion(&found.runtime);
+    const std::string refusal = device_refusal(name, found);
+    if (!refusal.empty()) throw CudaError(refusal);
+    if (found.status != cudaErrorNoDevice) check(found.status, "looking for GPUs");
+    const int index = parse_index(name);
     int major = 0, minor = 0;
     check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index), "reading the capability");
     check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, index), "reading the capability");
     check(cudaSetDevice(index), "choosing a GPU");
-    if (!kernels_fit_device())
-        throw CudaError("GPU " + std::to_string(index) + " has compute capability " + std::to_string(major) +
-                        "." + std::to_string(minor) + ", for which this build has no kernels: " +
-                        (major < 8 ? "they need 8.0 or more, use device 'cpu'"
-                                   : "rebuild with it in TURBOMILL_CUDA_ARCHITECTURES"));
+    if (!kernels_fit_device()) throw CudaError(capability_refusal(index, major, minor));
     return index;
 }
 

@@ -16,4 +16,15 @@ __device__ inline float silu_gated(float gate, float up) {
     }
 }
 
+// Gelu in its tanh form, as a sigmoid: gate / (1 + exp(-2 u)), u = sqrt(2 / pi) (gate + 0.044715 gate^3).
+template <class T>
+__device__ inline float gelu_gated(float gate, float up) {
+    const float twice = 1.5957691216057308f * (gate + 0.044715f * gate * gate * gate);
+    if constexpr (std::is_same_v<T, float>) {
+        return up * (gate / (1.f + expf(-twice)));
+    } else {
+        return up * __fdividef(gate, 1.f + __expf(-twice));
+    }
+}
+
 }  // namespace turbomill::cuda

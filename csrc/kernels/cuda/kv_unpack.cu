@@ -16,9 +16,12 @@ __global__ void __launch_bounds__(kThreads) kv_unpack_kernel(UnpackArgs a, Cache
     const SliceInfo slice = a.slices[tile.slice];
     const int* blocks = a.blocks + slice.block_offset;
     const int value = blockIdx.y / c.heads, head = blockIdx.y % c.heads;
-    const int keys = slice.context + slice.length, parts = tile.parts * kSpread,
-              part = tile.part * kSpread + blockIdx.z;
-    const int begin = int(int64_t(keys) * part / parts), end = int(int64_t(keys) * (part + 1) / parts);
+    const int parts = tile.parts * kSpread, part = tile.part * kSpread + blockIdx.z;
+    // From the beginning of the first tile of keys that a query sees some of.
+    const int first = max(0, slice.context + 1 - a.window) / kUnpackedBlock * kUnpackedBlock;
+    const int keys = slice.context + slice.length - first;
+    const int begin = first + int(int64_t(keys) * part / parts),
+              end = first + int(int64_t(keys) * (part + 1) / parts);
     const int chunks = c.head_dim / 8;
     for (int i = begin * chunks + threadIdx.x; i < end * chunks; i += kThreads) {
         const int key = i / chunks, chunk = i % chunks;

@@ -34,6 +34,14 @@ constexpr int prompt_tile_tokens(int group) {
     return 128 / group;
 }
 
+// How a layer turns products of queries and keys into scores, and which keys a query sees.
+struct Scores {
+    float scale;    // of q . k
+    float softcap;  // scores s become softcap * tanh(s / softcap); 0: they do not
+    int window;     // keys that a query sees, itself included
+};
+constexpr int kNoWindow = 1 << 30;
+
 struct SampleInfo {
     uint64_t seed, position;
     float temperature, top_p;
@@ -103,17 +111,17 @@ bool kernels_fit_device();
 // dst[i] = src[i] in another type
 void convert(DType from, const void* src, DType to, void* dst, int64_t n, cudaStream_t stream);
 
-// x [T, H] fp32 = table[id]; an id below 0 means: the last sample of slot -1 - id
-void embed(DType type, const void* table, const int* ids, const int* last_token, float* x, int rows, int h,
-           cudaStream_t stream);
+// x [T, H] fp32 = table[id] * scale; an id below 0 means: the last sample of slot -1 - id
+void embed(DType type, const void* table, const int* ids, const int* last_token, float scale, float* x,
+           int rows, int h, cudaStream_t stream);
 
 struct NormArgs {
-    float* x;             // [*, H], the residual
+    float* x;             // [*, H], the residual; null: zeros
     const void* delta;    // [*, H] in T, added to x first; or null
     const int* rows;      // row i of y is x[rows[i]]; null: x[i]
     bool keep;            // x + delta is written back
     const float* weight;  // [H]
-    void* y;              // [count, H] in T
+    void* y;              // [count, H] in T; may be delta
     int count, h;
     float eps;
 };
@@ -121,6 +129,10 @@ void rms_norm(DType type, const NormArgs& args, cudaStream_t stream);
 
 // out [rows, I] = silu(gate) * up; gate_up [rows, 2 I] interleaves blocks of 8
 void silu_gate(DType type, const void* gate_up, void* out, int rows, int inter, cudaStream_t stream);
+// out [rows, I] = gelu_tanh(gate) * up, likewise
+void gelu_gate(DType type, const void* gate_up, void* out, int rows, int inter, cudaStream_t stream);
+// x [count] = cap * tanh(x / cap); what is not finite stays so, to be found by the sampler
+void softcap(float* x, int64_t count, float cap, cudaStream_t stream);
 // y [rows, N] += bias [N]
 void add_bias(DType type, void* y, const float* bias, int rows, int n, cudaStream_t stream);
 
@@ -132,8 +144,11 @@ struct RopeArgs {
     const SliceInfo* slices;
     const int* blocks;
     int tokens, num_heads;
+    const float *q_norm,
+        *k_norm;  // [D]: each head is first divided by its norm and multiplied by these; null
+    float norm_eps;
 };
-// Rotates, and writes K and V of `layer` to the cache.
+// Normalises if asked to, rotates, and writes K and V of `layer` to the cache.
 void rope_and_cache(DType type, const RopeArgs& args, const CacheView& cache, int layer, cudaStream_t stream);
 
 struct AttentionArgs {
@@ -143,6 +158,7 @@ struct AttentionArgs {
     const int* blocks;
     const QueryTile* tiles;
     int tile_count, num_heads;
+    Scores scores;
 };
 // Works for every type and head size: fp32 arithmetic on the ordinary cores.
 void attention_any(DType type, const AttentionArgs& args, const CacheView& cache, int layer,
@@ -158,6 +174,7 @@ struct AttentionParts {
 struct DecodeEntry {
     int first_unit;  // units of kDecodeUnit keys of the entries before it
     int context, length, first_row, block_offset;
+    int first_key;  // where its units begin, a multiple of kDecodeUnit: no query sees the keys before
 };
 // What one of its blocks does: units [begin, end) of the line of all units, head by head, entry by entry.
 struct alignas(16) DecodeRange {
@@ -175,7 +192,8 @@ constexpr int kMostDecodeParts = 128;  // of an entry and head, about: their sum
 
 // Blocks that a multiprocessor holds, for slices of at most `rows` query rows: as many as registers and
 // shared memory allow with the rings that were measured to be best.
-constexpr int decode_blocks(int bits, int rows) {
+constexpr int decode_blocks(int bits, int rows, int head_dim) {
+    if (head_dim > 128) return bits < 16 && rows <= 8 ? 2 : 1;
     const int blocks = bits == 4 ? 4 : 3;
     return rows <= 8 ? blocks : (blocks + 1) / 2;
 }
@@ -188,8 +206,9 @@ struct DecodeArgs {
     const int* blocks;
     int range_count, count, most_rows, num_heads;  // most_rows: query rows of the longest slice
     // [session_len, D/2], when every slice is one token that rope_and_cache was not run for: attention_decode
-    // then does its work for them. Null otherwise.
+    // then does its work for them, unless there is a window or a cap. Null otherwise.
     const float *cos, *sin;
+    Scores scores;
 };
 // Whether attention_decode has kernels for these.
 bool attention_decode_fits(DType type, const CacheView& cache);
@@ -215,10 +234,10 @@ struct UnpackArgs {
     const SliceInfo* slices;
     const int* blocks;
     const QueryTile* tiles;  // of attention_prompt: all of their slices', each unpacks its part of the keys
-    int tile_count;
+    int tile_count, window;
     CacheView workspace;  // of one layer, in T
 };
-// The keys and values of these slices in a quantized cache, as T.
+// The keys and values that these slices' queries see in a quantized cache, as T.
 void kv_unpack(DType type, const UnpackArgs& args, const CacheView& cache, int layer, cudaStream_t stream);
 
 // Rows that w4_few_rows takes at once.
@@ -250,6 +269,9 @@ bool w4_fused_fits(DType type, const W4View& w, const void* x);
 // eights.
 void w4_fused(DType type, DType out, const W4View& w, const void* x, const float* bias, void* y, int rows,
               const W4Plan& plan, int multiprocessors, bool overlap, cudaStream_t stream, bool gated = false);
+
+// Writes to memory that nobody has: every call on the device's context fails from then on. For tests.
+void illegal_access(cudaStream_t stream);
 
 // What a block of the sampler found in its piece of a row.
 struct SamplePart {

@@ -29,7 +29,14 @@ DeviceMemory::DeviceMemory(size_t bytes, const std::string& what, const std::str
 
 PinnedMemory::PinnedMemory(size_t bytes) {
     void* data = nullptr;
-    check(cudaMallocHost(&data, bytes), "cudaMallocHost");
+    const cudaError_t status = cudaMallocHost(&data, bytes);
+    if (status == cudaErrorMemoryAllocation) {
+        cudaGetLastError();
+        throw CudaError("a step's inputs and results need " + std::to_string(bytes) +
+                        " bytes of pinned host memory, which the system does not give: lower max_batch_size "
+                        "or session_len");
+    }
+    check(status, "cudaMallocHost");
     data_.reset(data);
 }
 

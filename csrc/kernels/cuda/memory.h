@@ -31,6 +31,7 @@ class DeviceMemory {
     size_t bytes_ = 0;
 };
 
+// Likewise, of the host.
 class PinnedMemory {
   public:
     explicit PinnedMemory(size_t bytes);

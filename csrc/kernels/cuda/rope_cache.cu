@@ -1,5 +1,5 @@
-// Rotary embedding and the cache write: a few threads for each token and head where a vector kernel fits,
-// else one warp.
+// Norms of heads, rotary embedding and the cache write: a few threads for each token and head where a vector
+// kernel fits, else one warp.
 #include <type_traits>
 
 #include "kernels/cuda/cache.cuh"
@@ -48,6 +48,11 @@ __device__ void write_plain(const CacheView& c, const float* v, uint8_t* row, in
     }
 }
 
+// The weights of the norm of a head, or null.
+__device__ inline const float* head_norm(const RopeArgs& a, const CacheView& c, int head) {
+    return head < a.num_heads ? a.q_norm : head < a.num_heads + c.heads ? a.k_norm : nullptr;
+}
+
 template <class T>
 __global__ void rope_cache_kernel(RopeArgs a, CacheView c, int layer) {
     __shared__ float staged[kWarps][kMaxDim];
@@ -76,6 +81,12 @@ __global__ void rope_cache_kernel(RopeArgs a, CacheView c, int layer) {
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i)
         if (lane + 32 * i < d) staged[warp][lane + 32 * i] = to_float(row[lane + 32 * i]);
+    if (const float* norm = head_norm(a, c, head)) {
+        float squares = 0.f;
+        for (int i = lane; i < d; i += 32) squares += staged[warp][i] * staged[warp][i];
+        const float scale = 1.f / sqrtf(warp_sum(squares) / float(d) + a.norm_eps);
+        for (int i = lane; i < d; i += 32) staged[warp][i] *= scale * norm[i];
+    }
     __syncwarp();
     float v[kPerLane];
 #pragma unroll
@@ -108,8 +119,8 @@ __global__ void rope_cache_kernel(RopeArgs a, CacheView c, int layer) {
 }
 
 // Sixteen elements of a head to a thread: eight of its first half, and the eight that they rotate with. Bits:
-// 16 for a cache in T, or of its codes.
-template <class T, int D, int Bits>
+// 16 for a cache in T, or of its codes. Norm: heads are normalised first.
+template <class T, int D, int Bits, bool Norm>
 __global__ void __launch_bounds__(kWarps * 32) rope_cache_16_kernel(RopeArgs a, CacheView c, int layer) {
     constexpr int kLanes = D / 16;  // of a head
     allow_next();
@@ -128,6 +139,24 @@ __global__ void __launch_bounds__(kWarps * 32) rope_cache_16_kernel(RopeArgs a, 
     wait_for_previous();
     load8(row, low);
     load8(row + D / 2, high);
+    if constexpr (Norm) {
+        float squares = 0.f;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) squares += low[i] * low[i] + high[i] * high[i];
+#pragma unroll
+        for (int mask = kLanes / 2; mask; mask /= 2) squares += __shfl_xor_sync(kFullWarp, squares, mask);
+        if (rotates) {
+            const float* norm = head_norm(a, c, head) + 8 * lane;
+            const float scale = 1.f / sqrtf(squares / float(D) + a.norm_eps);
+            float weight[8];
+            load8(norm, weight);
+#pragma unroll
+            for (int i = 0; i < 8; ++i) low[i] *= scale * weight[i];
+            load8(norm + D / 2, weight);
+#pragma unroll
+            for (int i = 0; i < 8; ++i) high[i] *= scale * weight[i];
+        }
+    }
     if (rotates) {
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
@@ -189,8 +218,10 @@ bool rope_by_sixteen(const RopeArgs& args, const CacheView& cache, DType type, i
     if (2 * args.half != dim || (cache.bits >= 16 && cache.dtype != type)) return false;
     const auto run = [&]<int D, int Bits>() {
         const int64_t threads = int64_t(args.tokens) * (args.num_heads + 2 * cache.heads) * (D / 16);
-        launch_overlapped(rope_cache_16_kernel<T, D, Bits>, dim3(blocks_for(threads, kWarps * 32)),
-                          kWarps * 32, 0, stream, "rope_and_cache", args, cache, layer);
+        launch_overlapped(
+            args.q_norm ? rope_cache_16_kernel<T, D, Bits, true> : rope_cache_16_kernel<T, D, Bits, false>,
+            dim3(blocks_for(threads, kWarps * 32)), kWarps * 32, 0, stream, "rope_and_cache", args, cache,
+            layer);
         return true;
     };
     const auto run_for = [&]<int D>() {

@@ -25,9 +25,9 @@ size_t most_bytes(const EngineConfig& config, const TilePlanner& planner) {
     const size_t blocks = slices * ceil_div(config.session_len, config.block_len);
     const size_t tiles = planner.most_tiles(slices, tokens);
     return aligned(4 * tokens) * 3 + aligned(sizeof(SliceInfo) * slices) + aligned(4 * blocks) +
-           aligned(sizeof(DecodeRange) * planner.most_ranges()) +
-           aligned(sizeof(DecodeEntry) * (slices + 1)) + aligned(sizeof(QueryTile) * tiles) +
-           aligned(4 * slices) + aligned(sizeof(SampleInfo) * slices);
+           planner.decode_plans.size() * (aligned(sizeof(DecodeRange) * planner.most_ranges()) +
+                                          aligned(sizeof(DecodeEntry) * (slices + 1))) +
+           aligned(sizeof(QueryTile) * tiles) + aligned(4 * slices) + aligned(sizeof(SampleInfo) * slices);
 }
 
 }  // namespace
@@ -44,16 +44,17 @@ void StepInputs::send(const BatchData& batch, int padding, cudaStream_t stream) 
     planner_.plan(batch, padding);
     decode_tiles = int(planner_.decodes.size());
     prompt_tiles = int(planner_.prompts.size());
-    decode_entries = std::max(0, int(planner_.entries.size()) - 1);
-    decode_ranges = int(planner_.ranges.size());
+    decode_entries = std::max(0, int(planner_.decode_plans.front().entries.size()) - 1);
     decode_rows = planner_.most_rows;
     first_rows.clear();
     sampled.clear();
+    wants_logprobs = false;
     size_t block_count = 0;
     for (int i = 0; i < int(batch.slices.size()); ++i) {
         const Slice& slice = batch.slices[i];
         block_count += slice.blocks.size();
         if (slice.sample) sampled.push_back(i);
+        wants_logprobs = wants_logprobs || (slice.sample && slice.sampling.logprobs >= 0);
     }
     sample_count = int(sampled.size()) + padding;
     size_t used = 0;
@@ -66,8 +67,11 @@ void StepInputs::send(const BatchData& batch, int padding, cudaStream_t stream) 
     positions_ = take(4 * size_t(tokens));
     row_slice_ = take(4 * size_t(tokens));
     slices_ = take(sizeof(SliceInfo) * (batch.slices.size() + padding));
-    ranges_ = take(sizeof(DecodeRange) * planner_.ranges.size());
-    entries_ = take(sizeof(DecodeEntry) * planner_.entries.size());
+    plans_.clear();
+    for (const DecodePlan& plan : planner_.decode_plans) {
+        const size_t ranges = take(sizeof(DecodeRange) * plan.ranges.size());
+        plans_.push_back({ranges, take(sizeof(DecodeEntry) * plan.entries.size())});
+    }
     tiles_ = take(sizeof(QueryTile) * size_t(decode_tiles + prompt_tiles));
     sampled_rows_ = take(4 * size_t(sample_count));
     samples_ = take(sizeof(SampleInfo) * size_t(sample_count));
@@ -112,12 +116,22 @@ void StepInputs::send(const BatchData& batch, int padding, cudaStream_t stream) 
         sampled_rows[sample] = row;
         samples[sample] = {0, 0, 0.f, 1.f, 0, spare_slot_, 0.f, -1};
     }
-    std::copy(planner_.ranges.begin(), planner_.ranges.end(), host((DecodeRange*)nullptr, ranges_));
-    std::copy(planner_.entries.begin(), planner_.entries.end(), host((DecodeEntry*)nullptr, entries_));
+    for (size_t p = 0; p < plans_.size(); ++p) {
+        const DecodePlan& plan = planner_.decode_plans[p];
+        std::copy(plan.ranges.begin(), plan.ranges.end(), host((DecodeRange*)nullptr, plans_[p].ranges));
+        std::copy(plan.entries.begin(), plan.entries.end(), host((DecodeEntry*)nullptr, plans_[p].entries));
+    }
     std::copy(planner_.decodes.begin(), planner_.decodes.end(), tiles);
     std::copy(planner_.prompts.begin(), planner_.prompts.end(), tiles + decode_tiles);
     check(cudaMemcpyAsync(device_.as(), host_[side_].as(), used, cudaMemcpyHostToDevice, stream),
           "sending a step's inputs");
+}
+
+StepInputs::DecodeWork StepInputs::decode_work(int window) const {
+    size_t p = 0;
+    while (planner_.decode_plans[p].window != window) ++p;
+    return {at<DecodeRange>(plans_[p].ranges), at<DecodeEntry>(plans_[p].entries),
+            int(planner_.decode_plans[p].ranges.size())};
 }
 
 }  // namespace turbomill::cuda

@@ -28,11 +28,20 @@ class StepInputs {
     int tokens = 0;               // rows of the step
     std::vector<int> first_rows;  // slice -> its first row
     std::vector<int> sampled;     // slices that want a token, in order
+    bool wants_logprobs = false;  // some of them also logprobs
     int sample_count = 0;         // rows that are sampled: those, and padding
     int decode_tiles = 0, prompt_tiles = 0;
     const std::vector<int>& prompt_launches() const { return planner_.prompt_launches; }
-    // Of attention_decode: blocks, slices, and rows of the longest slice.
-    int decode_ranges = 0, decode_entries = 0, decode_rows = 0;
+    // Of attention_decode: slices, and rows of the longest slice.
+    int decode_entries = 0, decode_rows = 0;
+
+    // attention_decode's work for layers of one window (kNoWindow: all keys).
+    struct DecodeWork {
+        const DecodeRange* ranges;
+        const DecodeEntry* entries;
+        int range_count;
+    };
+    DecodeWork decode_work(int window) const;
 
     // Device views, valid until the next send(); row i of a step is token i.
     const int* ids() const { return at<int>(ids_); }              // [T]; -1 - slot: the slot's last sample
@@ -40,8 +49,6 @@ class StepInputs {
     const int* row_slice() const { return at<int>(row_slice_); }  // [T]; -1: padding
     const SliceInfo* slices() const { return at<SliceInfo>(slices_); }
     const int* blocks() const { return at<int>(blocks_); }
-    const DecodeRange* ranges() const { return at<DecodeRange>(ranges_); }
-    const DecodeEntry* entries() const { return at<DecodeEntry>(entries_); }
     const QueryTile* decodes() const { return at<QueryTile>(tiles_); }
     const QueryTile* prompts() const { return decodes() + decode_tiles; }
     const int* sampled_rows() const { return at<int>(sampled_rows_); }  // [sample_count]
@@ -59,8 +66,12 @@ class StepInputs {
     PinnedMemory host_[2];  // of this step and of the one before, whose copy may not have begun
     int side_ = 0;
     const int spare_slot_;
-    size_t ids_ = 0, positions_ = 0, row_slice_ = 0, slices_ = 0, ranges_ = 0, entries_ = 0, tiles_ = 0,
-           sampled_rows_ = 0, samples_ = 0, blocks_ = 0;
+    size_t ids_ = 0, positions_ = 0, row_slice_ = 0, slices_ = 0, tiles_ = 0, sampled_rows_ = 0, samples_ = 0,
+           blocks_ = 0;
+    struct PlanPlaces {
+        size_t ranges, entries;
+    };
+    std::vector<PlanPlaces> plans_;  // of the planner's decode_plans
 };
 
 }  // namespace turbomill::cuda

@@ -19,6 +19,7 @@ TilePlanner::TilePlanner(const ModelConfig& model, AttentionKernels kernels, int
                          PromptTiles prompt_tiles)
     : group_(model.group()),
       kv_heads_(model.num_kv_heads),
+      head_dim_(model.head_dim),
       kernels_(kernels),
       bits_(bits),
       multiprocessors_(multiprocessors),
@@ -27,7 +28,14 @@ TilePlanner::TilePlanner(const ModelConfig& model, AttentionKernels kernels, int
       target_(ceil_div(kBlocksPerProcessor * multiprocessors, kv_heads_)),
       // Parts have at least total / target keys, so fewer than `target` tiles have several, and these have at
       // most `target` parts and one more each.
-      slots_(kernels == AttentionKernels::Tensor ? 2 * size_t(target_) + 2 : 0) {}
+      slots_(kernels == AttentionKernels::Tensor ? 2 * size_t(target_) + 2 : 0) {
+    for (int layer = 0; layer < std::max(1, model.num_layers); ++layer) {
+        const int window = model.window(layer) ? model.window(layer) : kNoWindow;
+        const auto same = [&](const DecodePlan& plan) { return plan.window == window; };
+        if (std::none_of(decode_plans.begin(), decode_plans.end(), same))
+            decode_plans.push_back({window, {}, {}});
+    }
+}
 
 size_t TilePlanner::most_tiles(size_t slices, size_t tokens) const {
     return slices + tokens * group_ / kQueryRows + slots_;
@@ -36,11 +44,14 @@ size_t TilePlanner::most_tiles(size_t slices, size_t tokens) const {
 void TilePlanner::plan(const BatchData& batch, int padding) {
     decodes.clear();
     prompts.clear();
-    entries.clear();
-    ranges.clear();
+    for (DecodePlan& plan : decode_plans) {
+        plan.entries.clear();
+        plan.ranges.clear();
+    }
     prompt_launches.clear();
     most_rows = unpacked_ = 0;
-    int units = 0, block_offset = 0, first_row = 0;
+    std::vector<int> units(decode_plans.size(), 0);
+    int block_offset = 0, first_row = 0;
     int64_t total = 0;  // keys of all decodes
     for (const auto& slice : batch.slices)
         if (slice.length * group_ <= kQueryRows) total += slice.context + slice.length;
@@ -61,8 +72,13 @@ void TilePlanner::plan(const BatchData& batch, int padding) {
             for (int first = 0; first < rows; first += kPromptRows)
                 prompts.push_back({i, first, 0, keys, 0, 0, 1});
         } else if (kernels_ == AttentionKernels::Decode) {
-            entries.push_back({units, slice.context, slice.length, row, blocks});
-            units += ceil_div(keys, kDecodeUnit);
+            for (size_t p = 0; p < decode_plans.size(); ++p) {
+                const int unseen = std::max(0, slice.context + 1 - decode_plans[p].window),
+                          first_key = unseen / kDecodeUnit * kDecodeUnit;
+                decode_plans[p].entries.push_back(
+                    {units[p], slice.context, slice.length, row, blocks, first_key});
+                units[p] += ceil_div(keys - first_key, kDecodeUnit);
+            }
             most_rows = std::max(most_rows, rows);
         } else {
             const int wanted = ceil_div(keys, most), size = ceil_div(ceil_div(keys, wanted), kKeys) * kKeys;
@@ -73,9 +89,12 @@ void TilePlanner::plan(const BatchData& batch, int padding) {
         }
     }
     if (prompt_tiles_.rows) end_prompt_launch();
-    if (entries.empty()) return;
-    entries.resize(entries.size() + padding + 1, {units, 0, 0, 0, 0});
-    cut_ranges();
+    for (size_t p = 0; p < decode_plans.size(); ++p) {
+        DecodePlan& plan = decode_plans[p];
+        if (plan.entries.empty()) continue;
+        plan.entries.resize(plan.entries.size() + padding + 1, {units[p], 0, 0, 0, 0, 0});
+        cut_ranges(plan);
+    }
 }
 
 void TilePlanner::cut_prompt(int slice, int rows, int context) {
@@ -102,24 +121,25 @@ void TilePlanner::end_prompt_launch() {
 
 // Two ways to cut. Parts within pairs, one to a block, where that is about as even: a block then has one
 // query and one merge. Otherwise equal shares of the whole line.
-void TilePlanner::cut_ranges() {
-    const int blocks = multiprocessors_ * decode_blocks(bits_, most_rows);
+void TilePlanner::cut_ranges(DecodePlan& plan) const {
+    const auto& entries = plan.entries;
+    const int blocks = multiprocessors_ * decode_blocks(bits_, most_rows, head_dim_);
     const int units = entries.back().first_unit, total = units * kv_heads_;
     const auto whole = [&](int count) { return ceil_div(count, whole_units_) * whole_units_; };
     const int share =
         whole(std::max({kFewestUnits, ceil_div(total, blocks), ceil_div(units, kMostDecodeParts)}));
-    const int most = largest_part(blocks, share);
+    const int most = largest_part(entries, blocks, share);
     if (most > 0) {
-        cut_pairs(most, units);
+        cut_pairs(plan, most, units);
     } else {
-        cut_line(share, units, total);
+        cut_line(plan, share, units, total);
     }
-    ranges.resize(blocks, {});
+    plan.ranges.resize(blocks, {});
 }
 
 // The fewest units that parts may have at most for the pairs' parts to be no more than `blocks`, or 0 when
 // that is much more than `share`.
-int TilePlanner::largest_part(int blocks, int share) const {
+int TilePlanner::largest_part(const std::vector<DecodeEntry>& entries, int blocks, int share) const {
     const int limit = std::max(share + share / 10, kSmallShare);
     for (int most = share; most <= limit; most += whole_units_) {
         int64_t parts = 0;
@@ -130,7 +150,9 @@ int TilePlanner::largest_part(int blocks, int share) const {
     return 0;
 }
 
-void TilePlanner::cut_pairs(int most, int units) {
+void TilePlanner::cut_pairs(DecodePlan& plan, int most, int units) const {
+    const auto& entries = plan.entries;
+    auto& ranges = plan.ranges;
     for (int head = 0; head < kv_heads_; ++head) {
         for (int i = 0; i + 1 < int(entries.size()); ++i) {
             const int begin = head * units + entries[i].first_unit,
@@ -146,7 +168,9 @@ void TilePlanner::cut_pairs(int most, int units) {
     }
 }
 
-void TilePlanner::cut_line(int share, int units, int total) {
+void TilePlanner::cut_line(DecodePlan& plan, int share, int units, int total) const {
+    const auto& entries = plan.entries;
+    auto& ranges = plan.ranges;
     int head = 0, entry = 0;
     for (int begin = 0; begin < total; begin += share) {
         const auto pair_end = [&] { return head * units + entries[entry + 1].first_unit; };

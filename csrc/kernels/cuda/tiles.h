@@ -12,13 +12,20 @@ namespace turbomill::cuda {
 enum class AttentionKernels {
     Any,     // attention_any: every tile has kQueryRows rows
     Tensor,  // attention_tensor for decodes and prompts
-    Decode,  // attention_decode, and attention_tensor for prompts
+    Decode,  // attention_decode; attention_tensor for prompts where PromptTiles has no rows
 };
 
 // How prompts are cut for attention_prompt. Without rows, they are cut as AttentionKernels says.
 struct PromptTiles {
     int rows = 0;             // of a tile
     int unpacked_blocks = 0;  // of the workspace that a quantized cache is unpacked to, else 0
+};
+
+// attention_decode's work, for layers of one window.
+struct DecodePlan {
+    int window;
+    std::vector<DecodeEntry> entries;  // its slices, then the number of all units
+    std::vector<DecodeRange> ranges;   // what its blocks do
 };
 
 class TilePlanner {
@@ -35,9 +42,8 @@ class TilePlanner {
     // Of attention_prompt: where each of its launches' tiles end. They are longest first, and their slices'
     // keys fit the workspace.
     std::vector<int> prompt_launches;
-    std::vector<DecodeEntry> entries;  // for attention_decode: its slices, then the number of all units
-    int most_rows = 0;                 // of those slices
-    std::vector<DecodeRange> ranges;   // what its blocks do
+    std::vector<DecodePlan> decode_plans;  // one for each window that layers have
+    int most_rows = 0;                     // of their slices
 
     // Bounds for any step of `tokens` tokens in `slices` slices.
     size_t most_tiles(size_t slices, size_t tokens) const;
@@ -47,12 +53,12 @@ class TilePlanner {
   private:
     void cut_prompt(int slice, int rows, int context);
     void end_prompt_launch();
-    void cut_ranges();
-    int largest_part(int blocks, int share) const;
-    void cut_pairs(int most, int units);
-    void cut_line(int share, int units, int total);
+    void cut_ranges(DecodePlan& plan) const;
+    int largest_part(const std::vector<DecodeEntry>& entries, int blocks, int share) const;
+    void cut_pairs(DecodePlan& plan, int most, int units) const;
+    void cut_line(DecodePlan& plan, int share, int units, int total) const;
 
-    const int group_, kv_heads_;
+    const int group_, kv_heads_, head_dim_;
     const AttentionKernels kernels_;
     const int bits_, multiprocessors_;
     const PromptTiles prompt_tiles_;

@@ -3,11 +3,13 @@
 // code - zero, which is exact; a group's products are summed in fp32 and scaled then, so no weight is
 // rounded.
 //
-// A block owns 64 rows of N and a range of K; its warps take K tiles of 64 in turn and meet in shared memory.
-// When N alone does not fill the GPU, K is split over blocks too: each writes its partial sums, and the last
-// to arrive adds them in order, so that results do not depend on timing.
+// A block owns 64 rows of N, here of one weight or of an expert's, and a range of K; its warps take K tiles
+// of 64 in turn and meet in shared memory. When N alone does not fill the GPU, K is split over blocks too:
+// each writes its partial sums, and the last to arrive adds them in order, so that results do not depend on
+// timing.
 #include <algorithm>
 
+#include "kernels/cuda/moe_launch.h"
 #include "kernels/cuda/w4.cuh"
 
 namespace turbomill::cuda {
@@ -95,7 +97,7 @@ struct Activations {
 // Tokens: tiles of 8 rows of x. Group32: two groups to a tile of K; otherwise a tile lies in one group.
 // Staged: x by way of shared memory.
 template <class T, int Tokens, int Warps, bool Group32, bool Staged>
-__global__ void __launch_bounds__(Warps * 32) few_rows_kernel(Job job) {
+__device__ inline void few_rows(const Job& job, int bn, int split, int splits) {
     constexpr int kColumns = 8 * Tokens, kStride = 68;  // 68: a fragment's stores meet no bank twice
     using Input = Activations<T, Tokens>;
     constexpr size_t kSumBytes = sizeof(float) * Warps * kColumns * kStride;
@@ -105,7 +107,6 @@ __global__ void __launch_bounds__(Warps * 32) few_rows_kernel(Job job) {
     __shared__ bool last;
     const W4View& w = job.w;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const int bn = blockIdx.x, split = blockIdx.y;
     const int end = min(w.k_tiles, (split + 1) * job.tiles_per_split);
     const Input input{static_cast<const T*>(job.x), job.rows, w.k, lane,
                       Staged ? reinterpret_cast<T*>(shared) + warp * 2 * Input::kElements : nullptr};
@@ -169,7 +170,7 @@ __global__ void __launch_bounds__(Warps * 32) few_rows_kernel(Job job) {
                 sums[warp][(8 * m + 2 * t + i % 2) * kStride + 16 * s + g + i / 2 * 8] = acc[s][m][i];
     __syncthreads();
 
-    const int padded = gridDim.x * 64, splits = gridDim.y;
+    const int padded = gridDim.x * 64;
     const auto finish = [&](int token, int row, float value) {
         const int n = 64 * bn + row;
         if (n >= w.n) return;
@@ -209,6 +210,29 @@ __global__ void __launch_bounds__(Warps * 32) few_rows_kernel(Job job) {
     if (threadIdx.x == 0) job.counters[bn] = 0;
 }
 
+template <class T, int Tokens, int Warps, bool Group32, bool Staged>
+__global__ void __launch_bounds__(Warps * 32) few_rows_kernel(Job job) {
+    few_rows<T, Tokens, Warps, Group32, Staged>(job, blockIdx.x, blockIdx.y, gridDim.y);
+}
+
+// Of an expert (blockIdx.y), whose rows offsets[e] up to offsets[e + 1] are taken 8 * Tokens at a time.
+template <class T, int Tokens, int Warps, bool Group32, bool Staged>
+__global__ void __launch_bounds__(Warps * 32) expert_rows_kernel(Job job, const int* offsets) {
+    const int expert = blockIdx.y, end = offsets[expert + 1];
+    const int64_t tiles = int64_t(gridDim.x) * expert, params = tiles * job.w.groups * 128;
+    Job part = job;
+    part.w.codes += tiles * job.w.k_tiles * 2048;
+    part.w.scales = static_cast<const uint8_t*>(job.w.scales) + params;
+    if (job.w.zeros) part.w.zeros = static_cast<const uint8_t*>(job.w.zeros) + params;
+    for (int first = offsets[expert]; first < end; first += 8 * Tokens) {
+        part.x = static_cast<const T*>(job.x) + int64_t(first) * job.w.k;
+        part.y = static_cast<T*>(job.y) + int64_t(first) * job.w.n;
+        part.rows = min(8 * Tokens, end - first);
+        few_rows<T, Tokens, Warps, Group32, Staged>(part, blockIdx.x, 0, 1);
+        __syncthreads();  // shared memory is free again
+    }
+}
+
 template <class T, int Tokens, int Warps>
 void launch(Job job, const W4Workspace& workspace, cudaStream_t stream) {
     const int tiles = blocks_for(job.w.n, 64);
@@ -223,6 +247,22 @@ void launch(Job job, const W4Workspace& workspace, cudaStream_t stream) {
             few_rows_kernel<T, Tokens, Warps, Group32, (Tokens > 1)><<<grid, Warps * 32, 0, stream>>>(job);
         } else {
             few_rows_kernel<T, Tokens, Warps, Group32, false><<<grid, Warps * 32, 0, stream>>>(job);
+        }
+    };
+    job.w.group == 32 ? run.template operator()<true>() : run.template operator()<false>();
+}
+
+template <class T, int Tokens, int Warps>
+void launch_experts(Job job, const ExpertRows& rows, cudaStream_t stream) {
+    job.tiles_per_split = job.w.k_tiles;
+    const dim3 grid(blocks_for(job.w.n, 64), rows.experts);
+    const auto run = [&]<bool Group32>() {
+        if (Tokens > 1 && job.w.k % 8 == 0) {
+            expert_rows_kernel<T, Tokens, Warps, Group32, (Tokens > 1)>
+                <<<grid, Warps * 32, 0, stream>>>(job, rows.offsets);
+        } else {
+            expert_rows_kernel<T, Tokens, Warps, Group32, false>
+                <<<grid, Warps * 32, 0, stream>>>(job, rows.offsets);
         }
     };
     job.w.group == 32 ? run.template operator()<true>() : run.template operator()<false>();
@@ -245,6 +285,20 @@ void w4_few_rows(DType type, DType out, const W4View& w, const void* x, const fl
         }
     });
     check_launch("w4_few_rows");
+}
+
+void grouped_w4(DType type, const W4View& w, const void* x, void* y, const ExpertRows& rows,
+                cudaStream_t stream) {
+    if (rows.rows == 0) return;
+    const Job job{w, x, nullptr, y, false, 0, 0, nullptr, nullptr};
+    with_half_type(type, [&]<class T>() {
+        // By the rows that an expert has in the mean.
+        if (rows.rows <= 8 * rows.experts)
+            launch_experts<T, 1, 8>(job, rows, stream);
+        else
+            launch_experts<T, 4, 4>(job, rows, stream);
+    });
+    check_launch("grouped_w4");
 }
 
 }  // namespace turbomill::cuda

@@ -6,9 +6,8 @@
 #include "kernels/cuda/w4_fused.h"
 
 namespace turbomill::cuda {
-namespace {
 
-FusedMaps make_maps(DType type, const void* x, int rows, const W4View& w, W4Kernel kernel, bool whole) {
+FusedMaps fused_maps(DType type, const void* x, int rows, const W4View& w, W4Kernel kernel, bool whole) {
     const auto element = map_type(type);
     const int tiles = fused_stage_tiles(kernel), groups = whole ? 1 : tiles * 64 / w.group;
     const cuuint64_t n_tiles = blocks_for(w.n, 64), k = w.k, k_tiles = w.k_tiles, all_groups = w.groups;
@@ -28,8 +27,6 @@ FusedMaps make_maps(DType type, const void* x, int rows, const W4View& w, W4Kern
     if (w.zeros) maps.zeros = params(w.zeros);
     return maps;
 }
-
-}  // namespace
 
 bool w4_fused_fits(DType type, bool bf16_params, int k, int group, int groups) {
     // The copy engine wants rows of x at multiples of 16 bytes; scales meet codes in the type of x; a stage's
@@ -62,7 +59,7 @@ void w4_fused(DType type, DType out, const W4View& w, const void* x, const float
     if (plan.splits < 1 || plan.splits > 8 || plan.splits > (w.k_tiles + 1) / 2)
         throw std::invalid_argument("w4_fused: K cannot be split into " + std::to_string(plan.splits));
     const bool whole = w.group > 64 || w.groups == 1;
-    const FusedMaps maps = make_maps(type, x, rows, w, plan.kernel, whole);
+    const FusedMaps maps = fused_maps(type, x, rows, w, plan.kernel, whole);
     with_half_type(type, [&]<class T>() {
         if (!launch_fused<T>(plan, whole, maps, job, multiprocessors, overlap, stream))
             throw std::invalid_argument("w4_fused: no kernel for this plan");

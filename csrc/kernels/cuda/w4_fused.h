@@ -30,6 +30,9 @@ struct FusedMaps {
     CUtensorMap scales, zeros;  // [N/64, groups, 64], boxes of [warpgroups, the stage's groups, 64]
 };
 
+// `whole`: no stage has more than one group.
+FusedMaps fused_maps(DType type, const void* x, int rows, const W4View& w, W4Kernel kernel, bool whole);
+
 // Tiles of 64 of K in a stage of a kernel's ring.
 constexpr int fused_stage_tiles(W4Kernel kernel) {
     return kernel.tokens <= 64 ? 2 : 1;

@@ -100,12 +100,16 @@ __device__ inline void products_wait() {
         TM_WGMMA("256", type, TM_D128, TM_N128, "%128", "%129", "%130", "%131", "%132", "%133", "%134"); \
     }
 
-#define TM_WGMMA_SHARED_BY_COLUMNS(type)                                   \
-    if constexpr (N == 64) {                                               \
-        TM_WGMMA_SHARED("64", type, TM_D32, TM_N32, "%32", "%33", "%34");  \
-    } else {                                                               \
-        static_assert(N == 128);                                           \
-        TM_WGMMA_SHARED("128", type, TM_D64, TM_N64, "%64", "%65", "%66"); \
+#define TM_WGMMA_SHARED_BY_COLUMNS(type)                                        \
+    if constexpr (N == 64) {                                                    \
+        TM_WGMMA_SHARED("64", type, TM_D32, TM_N32, "%32", "%33", "%34");       \
+    } else if constexpr (N == 32) {                                             \
+        TM_WGMMA_SHARED("32", type, TM_D16, TM_N16, "%16", "%17", "%18");       \
+    } else if constexpr (N == 256) {                                            \
+        TM_WGMMA_SHARED("256", type, TM_D128, TM_N128, "%128", "%129", "%130"); \
+    } else {                                                                    \
+        static_assert(N == 128);                                                \
+        TM_WGMMA_SHARED("128", type, TM_D64, TM_N64, "%64", "%65", "%66");      \
     }
 
 // Queues d = a b (`add` 0) or d += a b. Nobody may touch d or a before products_wait. Turned: B lies as 16

@@ -1,4 +1,4 @@
-"""Linears in fp64, and the store's 4-bit layout packed value by value from ARCHITECTURE.md's text."""
+"""Linears in fp64, and the store's packed layouts packed value by value from ARCHITECTURE.md's text."""
 
 from __future__ import annotations
 
@@ -39,6 +39,31 @@ def pack_codes(codes: np.ndarray) -> np.ndarray:
             if row < n and column < k:
                 packed[bn, bk, s, lane, 4 * j + i // 2] |= codes[row, column] << (4 * (i % 2))
     return packed
+
+
+def pack_bytes(codes: np.ndarray) -> np.ndarray:
+    """Codes [N, K] -> uint8 [Np/64, Kp/64, 4, 8, 2, 64], one at a time."""
+    n, k = codes.shape
+    packed = np.zeros((-(-n // 64), -(-k // 64), 4, 8, 2, 64), np.uint8)
+    for row, column in np.ndindex(n, k):
+        (bn, r), (bk, c) = divmod(row, 64), divmod(column, 64)
+        (s, inside), (j, rest) = divmod(r, 16), divmod(c, 16)
+        t, u, v = rest % 8 // 2, rest // 8, rest % 2
+        packed[bn, bk, s, inside % 8, inside // 8, 16 * t + 4 * j + 2 * v + u] = codes[row, column]
+    return packed
+
+
+def rounded(x: np.ndarray, bits: int) -> np.ndarray:
+    """x [M, K] rounded to one byte or two, each 64 columns of a row with a scale of their own.
+
+    In fp32, as the engine does: a number half-way between two codes must fall on the same side.
+    """
+    rows, k = x.shape
+    blocks = np.pad(x.astype(np.float32), ((0, 0), (0, -k % 64))).reshape(rows, -1, 64)
+    largest = np.abs(blocks).max(2, keepdims=True)
+    top = np.float32(127 if bits == 8 else 127 * 256)
+    codes = np.rint(blocks * (top / np.where(largest, largest, np.float32(1))))
+    return (codes * (largest / top).astype(np.float64)).reshape(rows, -1)[:, :k]
 
 
 def pack_params(values: np.ndarray, groups: int) -> np.ndarray:

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tolerance
 
-from turbomill._core import kernels
+from turbomill._core import cpu_features, kernels
 
 # Rows on both sides of the small-batch kernels' limit (8); N and K that straddle tiles of 16 and 64.
 ROWS = [1, 2, 7, 8, 9, 17]
@@ -40,25 +40,62 @@ W4_CASES = [
 ]
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize(("n", "k", "group"), W4_CASES)
-def test_w4(n: int, k: int, group: int, symmetric: bool, dtype: str, isa: str) -> None:
+PACK = {4: reference.pack_codes, 8: reference.pack_bytes}
+
+
+def packed_case(n: int, k: int, group: int, bits: int, symmetric: bool, dtype: str):
+    """A weight [N, K] in fp32, and the arguments of packed_linear that stand for it."""
     rng = np.random.default_rng(n + k + group)
-    codes = rng.integers(0, 16, (n, k), dtype=np.uint8)
+    codes = rng.integers(0, 2**bits, (n, k), dtype=np.uint8)
     scales = reference.round_to(rng.uniform(0.01, 0.1, (n, k // group)), dtype)
-    zeros = np.full((n, k // group), 8.0, np.float32) if symmetric else rng.integers(0, 16, (n, k // group))
-    zeros = zeros.astype(np.float32)
+    zeros = rng.integers(0, 2**bits, (n, k // group)).astype(np.float32)
+    if symmetric:
+        zeros[:] = 2 ** (bits - 1)
     expand = np.arange(k) // group
     w = (codes.astype(np.float32) - zeros[:, expand]) * scales[:, expand]
-    bits = reference.TO_BITS[dtype]
-    packed_scales = bits(reference.pack_params(scales, k // group))
-    packed_zeros = None if symmetric else bits(reference.pack_params(zeros, k // group))
-    packed = reference.pack_codes(codes)
+    to_bits = reference.TO_BITS[dtype]
+    packed_scales = to_bits(reference.pack_params(scales, k // group))
+    packed_zeros = None if symmetric else to_bits(reference.pack_params(zeros, k // group))
+    return w, (PACK[bits](codes), packed_scales, packed_zeros, n, k, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("n", "k", "group"), W4_CASES)
+def test_packed(n: int, k: int, group: int, bits: int, symmetric: bool, dtype: str, isa: str) -> None:
+    rng = np.random.default_rng(n)
+    w, stored = packed_case(n, k, group, bits, symmetric, dtype)
+    np.testing.assert_array_equal(kernels.packed_expand(*stored), w)
     for rows in ROWS:
         x = rng.standard_normal((rows, k)).astype(np.float32)
-        y = kernels.w4_linear(x, packed, packed_scales, packed_zeros, n, k, dtype, isa, threads=2)
+        y = kernels.packed_linear(x, *stored, isa, threads=2)
         tolerance.assert_close(y, reference.linear(x, w), "w4")
+
+
+needs_bytes = pytest.mark.skipif(not cpu_features()["int8"], reason="this CPU has no AVX-512 VNNI")
+# Straddles the 8 rows, 64 rows and 16 tiles of K that are multiplied at a time.
+BYTE_ROWS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 31, 64, 65, 130]
+
+
+@needs_bytes
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("n", "k", "group"), [*W4_CASES, (33, 1088, 32), (17, 2112, 64)])
+@pytest.mark.parametrize("activations", [8, 16])
+def test_packed_with_activations_of_bytes(
+    n: int, k: int, group: int, bits: int, symmetric: bool, dtype: str, activations: int
+) -> None:
+    """What is left is the rounding of the inputs: of rounded inputs, the products are as exact as fp32's."""
+    rng = np.random.default_rng(n)
+    w, stored = packed_case(n, k, group, bits, symmetric, dtype)
+    for rows in BYTE_ROWS:
+        x = rng.standard_normal((rows, k)).astype(np.float32)
+        x[rows // 2] *= 100
+        x[rows // 3, :64] = 0
+        y = kernels.packed_linear(x, *stored, threads=2, activation_bits=activations)
+        tolerance.assert_close(y, reference.linear(reference.rounded(x, activations), w), "w4")
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -79,11 +116,17 @@ def test_w4_with_minima_and_an_order(n: int, k: int, group: int, dtype: str, isa
     bits = reference.TO_BITS[dtype]
     tensors = (reference.pack_codes(codes), bits(reference.pack_params(scales, stored)), None, n, k, dtype)
     beside = {"mins": bits(reference.pack_params(mins, stored)), "order": order.tolist()}
-    np.testing.assert_array_equal(kernels.w4_expand(*tensors, **beside), w)
+    np.testing.assert_array_equal(kernels.packed_expand(*tensors, **beside), w)
     for rows in ROWS:
         x = rng.standard_normal((rows, k)).astype(np.float32)
-        y = kernels.w4_linear(x, *tensors, isa, threads=2, **beside)
+        y = kernels.packed_linear(x, *tensors, isa, threads=2, **beside)
         tolerance.assert_close(y, reference.linear(x, w), "w4")
+        if cpu_features()["int8"]:
+            for activations in (8, 16):
+                rounded = np.empty_like(x)
+                rounded[:, order] = reference.rounded(x[:, order], activations)
+                y = kernels.packed_linear(x, *tensors, isa, 2, **beside, activation_bits=activations)
+                tolerance.assert_close(y, reference.linear(rounded, w), "w4")
 
 
 def test_w4_reads_no_further_than_k(isa: str) -> None:
@@ -95,7 +138,7 @@ def test_w4_reads_no_further_than_k(isa: str) -> None:
     zeros = np.full((16, 2), 3.0, np.float32)
     bits = reference.TO_BITS["float16"]
     x = rng.standard_normal((1, 32)).astype(np.float32)
-    y = kernels.w4_linear(
+    y = kernels.packed_linear(
         x,
         reference.pack_codes(codes),
         bits(reference.pack_params(scales, 2)),

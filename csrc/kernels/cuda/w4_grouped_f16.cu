@@ -1,0 +1,8 @@
+#include "kernels/cuda/w4_grouped.cuh"
+
+namespace turbomill::cuda {
+
+template bool launch_grouped<__half>(W4Kernel kernel, bool whole, const FusedMaps& maps,
+                                     const GroupedJob& job, int multiprocessors, cudaStream_t stream);
+
+}  // namespace turbomill::cuda
