@@ -29,7 +29,7 @@ $(TOOLS): constraints.txt
 
 # Recompiles only what changed: the build folder is kept between installs.
 $(BUILT): $(TOOLS) pyproject.toml CMakeLists.txt $(CPP)
-	$(PIP) --no-build-isolation -e '.[demo,dev]'
+	$(PIP) --no-build-isolation -e '.[demo,eval,dev]'
 	touch $@
 
 demo: install

@@ -58,6 +58,10 @@ class Checkpoint(ABC):
     def tensor(self, name: str) -> Tensor:
         """One tensor as stored. Raises CheckpointError when there is none."""
 
+    def exact(self, name: str) -> Tensor:
+        """One tensor in fp32, without the rounding to its dtype that `tensor` does where there are codes."""
+        return self.tensor(name).float()
+
     @property
     def note(self) -> str:
         """What becomes of the weights when they are read, for people; empty when nothing does."""

@@ -36,7 +36,7 @@ def load_dense_model(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32)
         if linear.bias is not None:
             state[f"{prefix}.bias"] = linear.bias.to(dtype)
     for name in arch.other_weights(checkpoint.config):
-        state[name] = checkpoint.tensor(name).to(dtype, copy=True)
+        state[name] = checkpoint.exact(name).to(dtype, copy=True)
     model_class: Any = AutoModelForCausalLM._model_mapping[type(config)]  # type: ignore[index]
     with _quiet():
         # The path None tells transformers that the weights are in `state_dict`.

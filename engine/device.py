@@ -34,3 +34,14 @@ def free_device_memory(device: str, core: Any) -> int:
     if device == "cpu":
         return free_memory()
     return core.cuda_devices()[int(device.partition(":")[2])]["free_bytes"]
+
+
+def activation_bits(wanted: str, device: str, core: Any) -> int:
+    """Bits of what `device` multiplies quantized weights with, 32 for floating point, as `cpu_activations` is
+    `wanted`. Raises UsageError where a CPU cannot."""
+    if device != "cpu" or wanted == "float32":
+        return 32
+    able = core.cpu_features()["int8"]
+    if wanted != "auto" and not able:
+        raise UsageError(f"cpu_activations is {wanted!r}, which needs AVX-512 VNNI; use 'float32'")
+    return {"int16": 16, "int8": 8}.get(wanted, 16 if able else 32)

@@ -17,7 +17,7 @@ from turbomill.engine.bridge import Bridge
 from turbomill.engine.cache_size import cache_block_count, show_bytes
 from turbomill.engine.config import EngineConfig, GenerationConfig
 from turbomill.engine.detokenize import TextStream
-from turbomill.engine.device import free_device_memory, resolve_device
+from turbomill.engine.device import activation_bits, free_device_memory, resolve_device
 from turbomill.engine.native_requests import native_request, next_arrived, raise_failure, token_logprob
 from turbomill.engine.prompts import PromptEncoder
 from turbomill.engine.requests import (
@@ -102,13 +102,6 @@ class TurbomindEngine:
     def _cache_dtype(self) -> str:
         return self.store.manifest["dtype"] if self.config.cache_dtype == "auto" else self.config.cache_dtype
 
-    def _activation_bits(self) -> int:
-        """Of what a CPU multiplies packed weights with. Raises UsageError where it cannot."""
-        wanted, able = self.config.cpu_activations, self._core.cpu_features()["int8"]
-        if wanted in ("int8", "int16") and self._device == "cpu" and not able:
-            raise UsageError(f"cpu_activations is {wanted!r}, which needs AVX-512 VNNI; use 'float32'")
-        return {"float32": 32, "int16": 16, "int8": 8}.get(wanted, 16 if able else 32)
-
     def _start(self) -> _core.Engine:
         core, config, store = self._core, self.config, self.store
         try:
@@ -121,7 +114,7 @@ class TurbomindEngine:
         settings: dict[str, Any] = {
             "device": self._device,
             "num_threads": config.num_threads,
-            "activation_bits": self._activation_bits(),
+            "activation_bits": activation_bits(config.cpu_activations, self._device, core),
             "eager_mode": config.eager_mode,
             "enable_prefix_caching": config.enable_prefix_caching,
             "max_batch_size": config.max_batch_size,

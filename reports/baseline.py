@@ -11,7 +11,7 @@ import numpy as np
 from turbomill.errors import UsageError
 from turbomill.reports.bootstrap import Counted, paired
 from turbomill.reports.compare import SIGNIFICANT
-from turbomill.reports.runs import Run, WindowScores
+from turbomill.reports.runs import Run, TaskScore, WindowScores
 
 Change = Literal["better", "worse", "same"]
 SERVE = (
@@ -45,7 +45,7 @@ class Figure:
     low_is_good: bool
     kind: Literal["quality", "speed", "size"]
     floor: float = 0.0  # the tolerance is of at least this much
-    windows: tuple[object, Counted] | None = None  # which text, and the values by window
+    windows: tuple[object, Counted] | None = None  # which text or documents, and the values by each
 
 
 @dataclass(frozen=True)
@@ -84,15 +84,32 @@ def _figures(run: Run) -> Iterator[tuple[tuple[str, str], Figure]]:
         yield (variant.name, "size on disk, MB"), Figure(variant.disk_bytes / 1e6, True, "size")
         if variant.decode_tok_s is not None:
             yield (variant.name, "decode tokens/s"), Figure(variant.decode_tok_s, False, "speed")
+    for score in run.tasks:
+        if score.higher_is_better is not None:
+            yield _task(name, score)
     for speed in run.engine:
         label = f"{name} batch {speed.batch}, {speed.prompt_tokens} + {speed.completion_tokens}"
         yield (label, "prefill tokens/s"), Figure(speed.prefill_tok_s, False, "speed")
         yield (label, "decode tokens/s"), Figure(speed.decode_tok_s, False, "speed")
+        for metric, value in (("prefill", speed.mixed_prefill_tok_s), ("decode", speed.mixed_decode_tok_s)):
+            if value is not None:
+                yield (label, f"mixed {metric} tokens/s"), Figure(value, False, "speed")
     for load in run.serve:
         label = f"server {load['model_id']} at {load['request_rate']} requests/s"
         for field, metric, low in SERVE:
             if load.get(field) is not None:
                 yield (label, metric), Figure(float(load[field]), low, "speed")
+
+
+def _task(name: str, score: TaskScore) -> tuple[tuple[str, str], Figure]:
+    """Paired document by document where both runs asked the same ones; else by the tolerance alone."""
+    items = None
+    if score.items is not None and score.documents > 1:
+        counts = np.ones(score.documents, np.int64)
+        items = (score.items_sha256, Counted(np.array(score.items), counts))
+    metric = score.metric if score.filter == "none" else f"{score.metric}, {score.filter}"
+    figure = Figure(score.value, not score.higher_is_better, "quality", windows=items)
+    return (name, f"{score.task}, {metric}"), figure
 
 
 def _quality(

@@ -1,9 +1,9 @@
 """The engine on a CPU beside llama.cpp: the same GGUF file, prompts' lengths, threads, in turns.
 
-`python -m turbomill.reports.bench_cpu [MODEL.gguf] [--peer-python PYTHON] [--cpu-activations KIND]`. The peer is
-llama-cpp-python, in PYTHON's environment (this one's by default); without it ours are measured alone, and a
-line says so. Each load runs `--rounds` times on each side, the two taking turns so that what else the machine
-does meets both; medians are compared. Generated text is greedy on both sides.
+`python -m turbomill.reports.bench_cpu [MODEL.gguf] [--peer-python PYTHON] [--cpu-activations KIND]`. The peer
+is llama-cpp-python, in PYTHON's environment (this one's by default); without it ours are measured alone, and
+a line says so. Each load runs `--rounds` times on each side, the two taking turns so that what else the
+machine does meets both; medians are compared. Generated text is greedy on both sides.
 """
 
 from __future__ import annotations
@@ -113,6 +113,7 @@ def bench_cpu(
 
 
 def main() -> None:
+    """The command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("model", nargs="?", default="demo", help="a GGUF file, or demo")
     parser.add_argument("--peer-python", default=sys.executable, help="an interpreter with llama-cpp-python")

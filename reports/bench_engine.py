@@ -68,13 +68,52 @@ async def run_load(engine: AsyncEngine, load: Load, vocab_size: int, seed: int =
     return prefill, later / (end - filled)
 
 
+async def run_mixed(engine: AsyncEngine, load: Load, vocab_size: int, seed: int = 0) -> tuple[float, float]:
+    """Prefill and decode tokens/s while both go on, of one round.
+
+    `batch` sequences decode; when the last of them has its first token, as many prompts more arrive. Until
+    those all have their first token, counts what the one half generates and the other half reads.
+    """
+    decoding, arriving = load.prompts(vocab_size, seed), load.prompts(vocab_size, -1 - seed)
+    long = GenerationConfig(max_new_tokens=load.completion_tokens, ignore_eos=True)
+    one = GenerationConfig(max_new_tokens=1, ignore_eos=True)
+    times: list[list[float]] = [[] for _ in decoding]
+    begun = asyncio.Event()
+
+    async def decode(prompt: list[int], mine: list[float]) -> None:
+        async with aclosing(engine.generate(prompt, long)) as outputs:
+            async for output in outputs:
+                mine += [time.perf_counter()] * len(output.token_ids)
+                if all(times):
+                    begun.set()
+
+    async with asyncio.TaskGroup() as group:
+        for prompt, mine in zip(decoding, times, strict=True):
+            group.create_task(decode(prompt, mine))
+        await begun.wait()
+        start = time.perf_counter()
+        arrivals = await asyncio.gather(*[_arrivals(engine, prompt, one) for prompt in arriving])
+        end = max(moments[-1] for moments in arrivals)
+    generated = sum(start < moment <= end for mine in times for moment in mine)
+    seconds = max(end - start, 1e-9)
+    return load.batch * load.prompt_tokens / seconds, generated / seconds
+
+
 def measure(
-    engine: AsyncEngine, load: Load, vocab_size: int, *, rounds: int = 3, warmup: int = 1, seed: int = 0
+    engine: AsyncEngine,
+    load: Load,
+    vocab_size: int,
+    *,
+    rounds: int = 3,
+    warmup: int = 1,
+    seed: int = 0,
+    mixed: bool = False,
 ) -> Speed:
-    """Medians over `rounds`, after `warmup` rounds that do not count."""
+    """Medians over `rounds`, after `warmup` rounds that do not count; with `mixed`, of mixed rounds too."""
     for number in range(warmup):
         asyncio.run(run_load(engine, load, vocab_size, seed - 1 - number))
     speeds = [asyncio.run(run_load(engine, load, vocab_size, seed + i)) for i in range(rounds)]
+    both = [asyncio.run(run_mixed(engine, load, vocab_size, seed + i)) for i in range(rounds if mixed else 0)]
     return Speed(
         batch=load.batch,
         prompt_tokens=load.prompt_tokens,
@@ -82,6 +121,8 @@ def measure(
         prefill_tok_s=statistics.median(prefill for prefill, _ in speeds),
         decode_tok_s=statistics.median(decode for _, decode in speeds),
         rounds=rounds,
+        mixed_prefill_tok_s=statistics.median(prefill for prefill, _ in both) if both else None,
+        mixed_decode_tok_s=statistics.median(decode for _, decode in both) if both else None,
     )
 
 
@@ -94,6 +135,7 @@ def bench_engine(
     kv: KvScheme | None = None,
     num_threads: int = 0,
     seed: int = 0,
+    mixed: bool = False,
     work_dir: Path | None = None,
 ) -> Run:
     """Measure MODEL under every load. Everything that could fail is checked before the first."""
@@ -112,7 +154,7 @@ def bench_engine(
         )
     config = EngineConfig(
         session_len=longest,
-        max_batch_size=max(load.batch for load in loads),
+        max_batch_size=max(load.batch for load in loads) * (2 if mixed else 1),
         quant_policy=kv.quant_policy,
         kv_rotation=kv.rotated,
         kv_16bit_layers=kv.layers_16bit,
@@ -126,7 +168,8 @@ def bench_engine(
     ):
         for load in loads:
             vocab = store.model["vocab_size"]
-            speeds.append(measure(engine, load, vocab, rounds=rounds, warmup=warmup, seed=seed))
+            found = measure(engine, load, vocab, rounds=rounds, warmup=warmup, seed=seed, mixed=mixed)
+            speeds.append(found)
             task.advance(note=f"batch {load.batch}")
     settings = {
         "rounds": rounds,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +16,8 @@ from turbomill.engine.kv_scheme import KvScheme
 from turbomill.engine.stores import open_model
 from turbomill.errors import TurbomillError, UsageError
 from turbomill.reports.latency import RequestResult, summarize
-from turbomill.reports.load_client import LoadOptions, LoadRequest, http_client, run_load, send, served_model
+from turbomill.reports.load_client import Load, LoadOptions, http_client, send, served_card
+from turbomill.reports.load_shapes import LoadRequest, longest
 from turbomill.reports.runs import ModelCard, Run, check_run_dir, model_card, new_run, save_run
 from turbomill.reports.server_process import server
 from turbomill.reports.slo import Slo, find_knee
@@ -30,18 +31,24 @@ async def load_server(
     model: str | None = None,
     api_key: str | None = None,
     slo: Slo | None = None,
+    tokenize: Callable[[str], list[int]] | None = None,
 ) -> dict[str, Any]:
-    """Put the load on a running server; returns fields named as `vllm bench serve` names them."""
+    """Put the load on a running server; returns fields named as `vllm bench serve` names them.
+
+    With `tokenize`, which gives the token ids of a text, answers are counted again.
+    """
     async with http_client(base_url, api_key) as client:
-        name = model or await served_model(client)
+        name = model or (await served_card(client))["id"]
         # One request that does not count: it fails at once where the whole load would, and warms the server.
-        first = options.requests()[0]
+        first = options.conversations()[0][0]
         body = {"model": name, "prompt": first.prompt, "max_tokens": 1, "stream": True}
         probe = await send(client, body, first.prompt_tokens)
         if probe.error:
             raise TurbomillError(f"{base_url}: a first request failed, so no load was sent: {probe.error}")
-        with console.progress("requests", len(options.requests())) as task:
-            results, duration = await run_load(client, name, options, task.advance)
+        count = sum(len(talk) for talk in options.conversations())
+        with console.progress("requests", count) as task:
+            load = Load(client, name, options, task.advance, tokenize)
+            results, duration = await load.run()
     rate = options.request_rate
     return {
         "date": time.strftime("%Y%m%d-%H%M%S"),
@@ -52,13 +59,31 @@ async def load_server(
         "request_rate": "inf" if math.isinf(rate) else rate,
         "burstiness": options.burstiness,
         "max_concurrency": options.max_concurrency,
+        "server_stopped": load.stopped,
         **summarize(results, duration),
         **({} if slo is None else _goodput(results, duration, slo)),
     }
 
 
-def _random_lengths(options: LoadOptions) -> dict[str, int]:
-    return {"random_input_len": options.input_len, "random_output_len": options.output_len}
+def _random_lengths(options: LoadOptions) -> dict[str, Any]:
+    shape = options.shape
+    return {
+        "random_input_len": options.input_len,
+        "random_output_len": options.output_len,
+        "random_range_ratio": shape.range_ratio,
+        "length_distribution": shape.distribution,
+        "random_prefix_len": shape.prefix_len,
+        "num_turns": shape.turns,
+    }
+
+
+class _StoppedError(Exception):
+    """The server is gone: no use in further loads."""
+
+
+def _tokenize(model: str) -> Callable[[str], list[int]]:
+    tokenizer = open_model(model).tokenizer()
+    return lambda text: list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def _goodput(results: Sequence[RequestResult], duration: float, slo: Slo) -> dict[str, Any]:
@@ -123,12 +148,15 @@ def bench_serve(
     slo: Slo | None = None,
     knee: Knee | None = None,
     trace: TraceFile | None = None,
+    tokenizer: str | None = None,
 ) -> Run:
     """Load a running server, or a server of MODEL that lives for the measurement.
 
-    With `knee`, the load is repeated at the rates that the search for it takes.
+    With `knee`, the load is repeated at the rates that the search for it takes. `tokenizer`: with
+    `base_url`, the MODEL whose tokenizer counts the answers again, and continues conversations.
 
-    Raises TurbomillError when every request failed; fewer failures are counted in the result.
+    Raises TurbomillError when every request failed, or when the server stopped midway, whose results up to
+    then are in the run; fewer failures are counted in the result.
     """
     if (model is None) == (base_url is None):
         raise UsageError("give either MODEL, to start a server for it, or --base-url of a running server")
@@ -140,45 +168,67 @@ def bench_serve(
         raise UsageError(
             "--dataset-path: lengths are counted in tokens: give --tokenizer MODEL with --base-url"
         )
+    if options.shape.turns > 1 and (model is None and tokenizer is None):
+        raise UsageError(
+            "--num-turns: answers go into the next prompt: give --tokenizer MODEL with --base-url"
+        )
+    if options.shape.turns > 1 and trace is not None:
+        raise UsageError("--num-turns: is of generated prompts; leave out --dataset-path")
     if work_dir is not None:
         check_run_dir(work_dir)
     if trace is not None:
         options = replace(options, trace=trace.read(model, options))
     card: ModelCard | None = None
+    named = tokenizer or (trace.tokenizer if trace is not None else None) or model
+    tokenize = None if named is None else _tokenize(named)
     with ExitStack() as stack:
         if model is not None:
             store = open_model(model)
             card = model_card(model, store)
-            longest = max(r.prompt_tokens + r.output_len for r in options.requests())
-            if longest > store.context_length:
+            room = longest(options.conversations())
+            if room > store.context_length:
                 raise UsageError(
-                    f"--random-input-len and --random-output-len: {longest} together, but the model's "
+                    f"--random-input-len and --random-output-len: {room} together, but the model's "
                     f"context is {store.context_length} tokens"
                 )
             options = replace(options, vocab_size=store.model["vocab_size"])
-            arguments = ["--session-len", str(longest), *(kv or KvScheme()).options]
+            arguments = ["--session-len", str(room), *(kv or KvScheme()).options]
             arguments += ["--num-threads", str(num_threads)]
             served_name = Path(model).name or "model"
             base_url = stack.enter_context(server(str(store.path), served_name, arguments))
         assert base_url is not None
         url = base_url
 
+        taken: list[dict[str, Any]] = []
+
         def measure(rate: float) -> dict[str, Any]:
             load = replace(options, request_rate=rate)
-            return asyncio.run(load_server(url, load, model=served_name, api_key=api_key, slo=slo))
+            sent = load_server(url, load, model=served_name, api_key=api_key, slo=slo, tokenize=tokenize)
+            taken.append(asyncio.run(sent))
+            if taken[-1]["server_stopped"]:
+                raise _StoppedError
+            return taken[-1]
 
         found: dict[str, Any] | None = None
-        if knee is None:
-            loads = [measure(options.request_rate)]
-        else:
-            rate, loads = find_knee(measure, knee.share, knee.steps)
-            found = {"request_rate": rate, "share": knee.share, "goodput": slo and slo.describe()}
+        stopped = False
+        try:
+            if knee is None:
+                loads = [measure(options.request_rate)]
+            else:
+                rate, loads = find_knee(measure, knee.share, knee.steps)
+                found = {"request_rate": rate, "share": knee.share, "goodput": slo and slo.describe()}
+        except _StoppedError:
+            loads, stopped = taken, True
     settings = {"base_url": base_url, "seed": options.seed, "ignore_eos": options.ignore_eos}
     if trace is not None:
         settings["dataset_path"] = str(trace.path)
     run = new_run("bench_serve", settings, model=card, serve=loads, knee=found)
     result = loads[-1]
-    if not result["completed"]:
+    if stopped:
+        count = f"{result['completed']} of {result['num_prompts']}"
+        error = f"{base_url}: the server stopped after {count} requests; the results are of those before"
+        run = run.model_copy(update={"status": "failed", "error": error})
+    elif not result["completed"]:
         error = f"{base_url}: all {result['failed']} requests failed, the first with: {result['errors'][0]}"
         run = run.model_copy(update={"status": "failed", "error": error})
     if work_dir is not None:

@@ -1,4 +1,4 @@
-"""`turbomill plan`, `report`, `runs`, `verify` and `demo`."""
+"""`turbomill plan`, `report`, `sweep`, `runs`, `verify` and `demo`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def report(
     speed_tolerance: float,
     as_json: bool,
 ) -> None:
-    """Render runs (directories with run.json) as one HTML page, with Markdown beside it.
+    """Render runs (directories with run.json) as one HTML page, with Markdown and JSON beside it.
 
     A RUN may also be a checkpoint that `turbomill lite` wrote: its table of linears becomes part of the page.
     """
@@ -59,17 +59,54 @@ def report(
     loaded = [load_quantization(path) if is_quantization(path) else load_run(path) for path in runs]
     changes = against(loaded, [load_run(path) for path in baselines], tolerance) if baselines else []
     first = runs[0] if runs[0].is_dir() else runs[0].parent
-    html, markdown = write_report(loaded, output or first / "report.html", changes)
+    html, markdown, data = write_report(loaded, output or first / "report.html", changes)
     worse = [change for change in changes if change.change == "worse"]
     if as_json:
-        found = {"html": str(html), "markdown": str(markdown)}
+        found = {"html": str(html), "markdown": str(markdown), "json": str(data)}
         console.emit_json({**found, "changes": [asdict(c) for c in changes]} if baselines else found)
     else:
-        console.stdout.print(f"{html}\n{markdown}", soft_wrap=True, markup=False, highlight=False)
+        console.stdout.print(f"{html}\n{markdown}\n{data}", soft_wrap=True, markup=False, highlight=False)
         for c in worse:
             line = f"worse: {c.metric} of {c.name}: {c.then:.4f} before, {c.now:.4f} now"
             console.stdout.print(line, style="red", soft_wrap=True, markup=False, highlight=False)
     if worse:
+        sys.exit(1)
+
+
+@click.command(context_settings=SETTINGS)
+@click.argument("recipes", metavar="RECIPES.yaml", type=click.Path(path_type=Path, dir_okay=False))
+@click.option(
+    "--work-dir",
+    type=click.Path(path_type=Path),
+    default=Path("sweep"),
+    show_default=True,
+    help="Everything goes here; what is unchanged is reused.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the variants as JSON on stdout.")
+def sweep(recipes: Path, work_dir: Path, as_json: bool) -> None:
+    """Quantize, convert, score and measure a grid of recipes, and leave a report.
+
+    RECIPES.yaml names the model and the recipes; a list in the place of a value makes a grid
+    (docs/evaluation.md). Started again, a sweep goes on where it was stopped. The exit code is 1 when a
+    variant failed.
+    """
+    from turbomill import console
+    from turbomill.reports.sweep import Sweeper
+    from turbomill.reports.sweep_file import load_sweep
+
+    console.setup_logging()
+    sweeper = Sweeper(load_sweep(recipes), work_dir)
+    run = sweeper.run()
+    if as_json:
+        variants = [variant.model_dump() for variant in run.variants]
+        console.emit_json({"variants": variants, "failed": sweeper.failures})
+    else:
+        console.stdout.print(sweeper.table.render())
+        for name, error in sweeper.failures.items():
+            line = f"failed: {name}: {error}"
+            console.stdout.print(line, style="red", soft_wrap=True, markup=False, highlight=False)
+        console.stdout.print(f"report: {work_dir / 'report.html'}", soft_wrap=True, highlight=False)
+    if sweeper.failures:
         sys.exit(1)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import rich_click as click
 
@@ -12,6 +12,9 @@ from turbomill.commands import SETTINGS
 from turbomill.engine.kv_scheme import KvScheme
 from turbomill.engine.options import kv_options
 from turbomill.reports.cli_options import OUTPUT, THREADS, IntList
+
+if TYPE_CHECKING:
+    from turbomill.reports.load_shapes import Distribution
 
 
 @click.group(context_settings=SETTINGS)
@@ -28,6 +31,9 @@ def bench() -> None:
 @click.option("--completion-tokens", type=IntList(), default="64", show_default=True, help="Output lengths.")
 @click.option("--test-round", default=3, show_default=True, help="Rounds; the medians are shown.")
 @click.option("--warmup-round", default=1, show_default=True, help="Rounds before, which do not count.")
+@click.option(
+    "--mixed", is_flag=True, help="Also while so many sequences decode and as many prompts more are read."
+)
 @click.option("--seed", default=0, show_default=True, help="Of the random prompts.")
 @kv_options
 @THREADS
@@ -43,7 +49,7 @@ def engine(
     as_json: bool,
     **given: Any,
 ) -> None:
-    """Prefill and decode tokens/s of the engine alone, over a grid of batch sizes and lengths."""
+    """Prefill, decode and mixed tokens/s of the engine alone, over a grid of batch sizes and lengths."""
     from turbomill import console
     from turbomill.reports.bench_engine import Load, bench_engine
     from turbomill.reports.tables import speeds_table
@@ -72,6 +78,28 @@ def engine(
 @click.option("--random-input-len", default=128, show_default=True, help="Tokens per prompt.")
 @click.option("--random-output-len", default=64, show_default=True, help="Tokens per answer.")
 @click.option(
+    "--random-range-ratio",
+    default=0.0,
+    show_default=True,
+    help="Lengths vary: uniform within this share of the mean; lognormal with this share as deviation.",
+)
+@click.option(
+    "--length-distribution",
+    type=click.Choice(["uniform", "lognormal"]),
+    default="uniform",
+    show_default=True,
+    help="Of the lengths; lognormal has the long tail of real traffic.",
+)
+@click.option(
+    "--random-prefix-len", default=0, show_default=True, help="Tokens with which all prompts begin alike."
+)
+@click.option(
+    "--num-turns",
+    default=1,
+    show_default=True,
+    help="Turns of each of the --num-prompts conversations; each repeats what was said before.",
+)
+@click.option(
     "--request-rate",
     type=float,
     default=math.inf,
@@ -92,7 +120,7 @@ def engine(
 @click.option(
     "--sharegpt-output-len", type=click.IntRange(1), help="Tokens per answer.  [the file's answers']"
 )
-@click.option("--tokenizer", help="With --base-url and --dataset-path: MODEL whose tokenizer counts tokens.")
+@click.option("--tokenizer", help="With --base-url: MODEL whose tokenizer counts tokens of texts.")
 @click.option(
     "--goodput",
     multiple=True,
@@ -123,6 +151,10 @@ def serve(
     api_key: str | None,
     random_input_len: int,
     random_output_len: int,
+    random_range_ratio: float,
+    length_distribution: Distribution,
+    random_prefix_len: int,
+    num_turns: int,
     kv: KvScheme,
     num_threads: int,
     work_dir: Path | None,
@@ -143,13 +175,15 @@ def serve(
     from turbomill import console
     from turbomill.reports.bench_serve import Knee, TraceFile, bench_serve
     from turbomill.reports.load_client import LoadOptions
+    from turbomill.reports.load_shapes import Shape
     from turbomill.reports.slo import Slo
     from turbomill.reports.summary import knee_sentence
     from turbomill.reports.tables import serve_tables
 
     console.setup_logging()
+    shape = Shape(random_range_ratio, length_distribution, random_prefix_len, num_turns)
     run = bench_serve(
-        LoadOptions(input_len=random_input_len, output_len=random_output_len, **given),
+        LoadOptions(input_len=random_input_len, output_len=random_output_len, shape=shape, **given),
         model=model,
         base_url=base_url,
         served_name=served_name,
@@ -160,6 +194,7 @@ def serve(
         slo=Slo.parse(goodput),
         knee=Knee(slo_share, knee_steps) if find_knee else None,
         trace=None if dataset_path is None else TraceFile(dataset_path, sharegpt_output_len, tokenizer),
+        tokenizer=tokenizer,
     )
     if as_json:
         console.emit_json(run.serve[0] if run.knee is None else {"knee": run.knee, "loads": run.serve})

@@ -136,24 +136,90 @@ def kv(
 
 
 @evaluate.command()
+@click.argument("model", required=False)
+@click.option(
+    "--tasks",
+    default="turbomill_offline",
+    show_default=True,
+    help="Names of lm-evaluation-harness tasks, groups or tags, separated by commas.",
+)
+@click.option("--limit", type=float, help="Documents of each task, or a share of them below 1.  [all]")
+@click.option("--num-fewshot", type=int, help="Examples before each question.  [the task's own]")
+@click.option("--apply-chat-template", is_flag=True, help="Ask through the model's chat template.")
+@click.option("--add-bos-token", is_flag=True, help="Begin every text with the tokenizer's special tokens.")
+@click.option("--include-path", type=click.Path(path_type=Path), help="A folder with task YAML of your own.")
+@click.option("--batch-size", default=16, show_default=True, help="Requests at a time.")
+@click.option("--session-len", type=int, help="Tokens of one request.  [model's context]")
+@click.option("--base-url", help="Ask this OpenAI-compatible server; MODEL then gives the tokenizer.")
+@click.option("--model-name", "served_name", help="Name at the server of --base-url.  [its first model]")
+@click.option("--list", "list_them", is_flag=True, help="Print the names of all tasks and groups.")
+@kv_options
+@THREADS
+@OUTPUT
+def tasks(
+    model: str | None,
+    tasks: str,
+    list_them: bool,
+    kv: KvScheme,
+    work_dir: Path | None,
+    as_json: bool,
+    **given: Any,
+) -> None:
+    """Tasks of lm-evaluation-harness, with standard errors: any of its own, or three that need no download.
+
+    turbomill_copy: exact copies of identifiers, edited code and quotes; turbomill_passkey: a number found
+    again in 128 to 1024 words (also _2048 and _4096); turbomill_arithmetic; turbomill_offline: all three.
+    """
+    from turbomill import console
+    from turbomill.reports.harness.find import require_harness, task_names
+    from turbomill.reports.tables import tasks_table
+    from turbomill.reports.tasks import TaskOptions, evaluate_tasks
+
+    console.setup_logging()
+    if list_them:
+        require_harness()
+        click.echo("\n".join(task_names(given["include_path"])))
+        return
+    if model is None:
+        raise click.UsageError("Missing argument 'MODEL'.")
+    names = tuple(name.strip() for name in tasks.split(","))
+    options = TaskOptions(tasks=names, kv=kv, **given)
+    run = evaluate_tasks(model, options, work_dir=work_dir)
+    if as_json:
+        rows = [row.model_dump(exclude={"items", "items_sha256"}) for row in run.tasks]
+        console.emit_json({"model": run.model and run.model.model_dump(), "tasks": rows})
+    else:
+        console.stdout.print(tasks_table(run.tasks))
+
+
+@evaluate.command()
 @click.argument("runs", metavar="RUN...", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout.")
 def compare(runs: tuple[Path, ...], as_json: bool) -> None:
     """Whether scored models differ by more than chance: each beside the first.
 
-    RUN is the --work-dir of `eval ppl` or `eval kv`; all on the same windows of text. By paired bootstrap
-    over windows, with Holm's correction when there are several.
+    RUN is the --work-dir of `eval ppl` or `eval kv`, all on the same windows of text, or of `eval tasks`, all
+    on the same documents. By paired bootstrap over windows or documents, with Holm's correction when there
+    are several.
     """
     from turbomill import console
     from turbomill.reports.compare import compare as compare_models
     from turbomill.reports.compare import compared_json, scored_models
+    from turbomill.reports.compare_tasks import compare_tasks, compared_tasks_json
+    from turbomill.reports.runs import load_run
     from turbomill.reports.tables import compared_table
 
     console.setup_logging()
-    models = scored_models(runs)
-    rows = compare_models(models)
+    loaded = [load_run(path) for path in runs]
+    if any(run.tasks for run in loaded):
+        rows = compare_tasks(runs, loaded)
+        found = compared_tasks_json(runs, loaded, rows) if as_json else {}
+    else:
+        models = scored_models(runs)
+        rows = compare_models(models)
+        found = compared_json(models, rows) if as_json else {}
     if as_json:
-        console.emit_json(compared_json(models, rows))
+        console.emit_json(found)
     else:
         console.stdout.print(compared_table(rows))
 

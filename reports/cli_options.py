@@ -69,6 +69,10 @@ TEXT = options(
         type=int,
         help="Windows from the text's beginning, so many tokens apart; each scores what is new.",
     ),
-    click.option("--force", is_flag=True, help="Also the text that the model was calibrated on."),
+    click.option(
+        "--force",
+        is_flag=True,
+        help="Also the calibration's own text, and a reference of another shape.",
+    ),
 )
 THREADS = click.option("--num-threads", type=click.IntRange(0), default=0, help="CPU threads.  [every core]")

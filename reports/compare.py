@@ -39,12 +39,15 @@ class Scored:
 
 @dataclass(frozen=True)
 class Compared:
-    """One model beside the first. Differences are of the mean NLL, or KL, in nats: below 0 is better."""
+    """One model beside the first.
+
+    Differences are of the mean NLL, or KL, in nats: below 0 is better; of tasks they are of the metric.
+    """
 
     name: str
     baseline: str
-    metric: Literal["nll", "kl"]
-    value: float  # perplexity or KL
+    metric: str  # "nll", "kl", or a task and its metric
+    value: float  # perplexity or KL, or the metric
     baseline_value: float
     difference: Difference
     p_value: float  # after Holm's correction for the number of comparisons of this metric
@@ -119,17 +122,19 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 def compared_json(models: Sequence[Scored], rows: Sequence[Compared]) -> dict[str, Any]:
     """What `--json` prints: the models, and each beside the first. Ratios are of perplexities."""
-    comparisons = []
-    for row in rows:
-        entry = {**asdict(row), **asdict(row.difference), "p_value": row.p_value}
-        del entry["difference"], entry["mean"]
-        entry["difference"] = row.difference.mean
-        if row.metric == "nll":
-            entry["ppl_ratio"] = math.exp(row.difference.mean)
-        comparisons.append(entry)
     return {
         "baseline": models[0].name,
         "windows": len(models[0].windows.nll),
         "models": [{"name": m.name, "run": m.run, "ppl": m.ppl, "kl": m.kl} for m in models],
-        "comparisons": comparisons,
+        "comparisons": [compared_entry(row) for row in rows],
     }
+
+
+def compared_entry(row: Compared) -> dict[str, Any]:
+    """One comparison for JSON."""
+    entry = {**asdict(row), **asdict(row.difference), "p_value": row.p_value}
+    del entry["mean"]
+    entry["difference"] = row.difference.mean
+    if row.metric == "nll":
+        entry["ppl_ratio"] = math.exp(row.difference.mean)
+    return entry

@@ -21,7 +21,7 @@ from turbomill.reports.render import write_report
 from turbomill.reports.runs import Run, Variant, check_run_dir, model_card, new_run, save_run
 from turbomill.reports.score_variant import VariantSpec
 from turbomill.reports.server_process import server
-from turbomill.reports.steps import Step
+from turbomill.reports.steps import Step, text_version
 
 logger = logging.getLogger("turbomill.reports")
 
@@ -95,17 +95,11 @@ def run_demo(work_dir: Path, options: DemoOptions | None = None) -> Run:
     return run
 
 
-def _text_version(dataset: str) -> int | None:
-    """Changes when a local text does."""
-    path = Path(dataset)
-    return path.stat().st_mtime_ns if path.exists() else None
-
-
 def _quantized(work_dir: Path, options: DemoOptions, method: Method, source: dict[str, str]) -> Path:
     settings = options.quant_options(method)
     inputs: dict[str, Any] = {"source": source, "method": method, "options": settings.describe()}
     if method != "rtn":
-        inputs["text"] = _text_version(options.calib_dataset)
+        inputs["text"] = text_version(options.calib_dataset)
     step = Step(f"quantize with {method.upper()}", work_dir / "checkpoints" / method, inputs)
     step.run(lambda output: quantize(options.model, output, method, settings))
     return step.output
@@ -132,7 +126,7 @@ def _scored(work_dir: Path, options: DemoOptions, name: str, stores: dict[str, P
         cache=str(work_dir / "reference"),
     )
     fingerprints = {key: open_store(stores[key]).fingerprint for key in (name, "fp16")}
-    inputs = {**asdict(spec), "fingerprints": fingerprints, "text": _text_version(options.dataset)}
+    inputs = {**asdict(spec), "fingerprints": fingerprints, "text": text_version(options.dataset)}
     step = Step(f"score {name}", work_dir / "scores" / f"{name}.json", inputs)
     step.run(lambda output: _run_child(spec, output))
     return Variant.model_validate_json(step.output.read_text(encoding="utf-8"))

@@ -95,8 +95,15 @@ def find_reference(model: str, store: Store) -> str | None:
     return source
 
 
-def check_comparable(candidate: Store, reference: Store) -> None:
-    """Raise UsageError unless both models speak the same tokens."""
+def _shape(store: Store) -> str:
+    """What quantizing, padding and fusing leave as it is."""
+    model = store.model
+    size = f"{model['num_layers']} layers of {model['hidden_size']}"
+    return f"{store.manifest['architecture']}, {size}, {model['num_heads']} heads of {model['head_dim']}"
+
+
+def check_comparable(candidate: Store, reference: Store, force: bool = False) -> None:
+    """Raise UsageError unless both are forms of one model; with `force`, models with the same tokens."""
     ours, theirs = candidate.model["vocab_size"], reference.model["vocab_size"]
     what = ""
     if ours != theirs:
@@ -107,6 +114,11 @@ def check_comparable(candidate: Store, reference: Store) -> None:
         raise UsageError(
             f"--reference {reference.path}: its vocabulary and that of {candidate.path} differ ({what}); "
             "KL needs the same vocabulary: give the model this one was made from"
+        )
+    if not force and _shape(candidate) != _shape(reference):
+        raise UsageError(
+            f"--reference {reference.path}: is another model ({_shape(reference)}) than {candidate.path} "
+            f"({_shape(candidate)}); give the model this one was made from, or --force"
         )
 
 

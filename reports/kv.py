@@ -148,7 +148,7 @@ def evaluate_kv(
     store = open_model(model)
     reference_store = store if reference is None else open_model(reference)
     if reference is not None:
-        check_comparable(store, reference_store)
+        check_comparable(store, reference_store, options.force)
     made = read_marker(model, store) or {}
     cut = load_eval_windows(store, options, made.get("calibration"))
     run = new_run(

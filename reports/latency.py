@@ -20,8 +20,15 @@ class RequestResult:
     start: float = 0.0
     end: float = 0.0
     arrivals: list[float] = field(default_factory=list)  # of each piece of text
-    output_tokens: int = 0
+    output_tokens: int = 0  # as the server says; else as its text is tokenized; else pieces
     error: str = ""
+    text: str = ""
+    pieces: int = 0  # of text; a piece may be several tokens
+    usage_tokens: int = 0  # what the server says it generated
+    text_tokens: int | None = None  # what its text is when it is tokenized again
+    wanted: int | None = None  # tokens that were asked for
+    rejected: bool = False  # turned away by the server, as too much
+    lost: bool = False  # the connection broke, or there was none
 
     @property
     def ttft(self) -> float:
@@ -57,13 +64,17 @@ def _spread(name: str, seconds: Sequence[float]) -> dict[str, float | None]:
 def summarize(results: Sequence[RequestResult], duration: float) -> dict[str, Any]:
     """The metrics of a finished load. Failed requests count in `failed`, and in nothing else."""
     done = [result for result in results if not result.error]
+    counted = [r.text_tokens for r in done if r.text_tokens is not None]
     prompt, output = sum(r.prompt_tokens for r in done), sum(r.output_tokens for r in done)
     return {
         "duration": duration,
         "completed": len(done),
         "failed": len(results) - len(done),
+        "rejected": sum(r.rejected for r in results),
+        "lengths_missed": sum(r.wanted is not None and r.output_tokens != r.wanted for r in done),
         "total_input_tokens": prompt,
         "total_output_tokens": output,
+        "retokenized_output_tokens": None if not counted else sum(counted),
         "request_throughput": len(done) / duration,
         "output_throughput": output / duration,
         "total_token_throughput": (prompt + output) / duration,

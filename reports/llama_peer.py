@@ -71,6 +71,7 @@ class Peer:
 
 
 def main() -> None:
+    """The command."""
     import llama_cpp
 
     quiet = llama_cpp.llama_log_callback(lambda _level, _text, _data: None)

@@ -47,7 +47,7 @@ def evaluate_ppl(
         logger.info("no reference: perplexity only (give --reference for KL and top-1 agreement)")
     reference_store = None if reference is None else open_model(reference)
     if reference_store is not None:
-        check_comparable(store, reference_store)
+        check_comparable(store, reference_store, options.force)
     made = read_marker(model, store) or {}
     cut = load_eval_windows(store, options, made.get("calibration"))
     run = new_run(

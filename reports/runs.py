@@ -19,7 +19,7 @@ SCHEMA_VERSION = 2
 READABLE = (1, 2)  # 2 added fields, all of which may be missing
 RUN_FILE = "run.json"
 Verdict = Literal["safe", "test first", "do not use"]
-Kind = Literal["ppl", "kv", "bench_engine", "bench_serve", "demo", "quantize"]
+Kind = Literal["ppl", "kv", "tasks", "bench_engine", "bench_serve", "demo", "quantize", "sweep"]
 
 
 class Record(BaseModel):
@@ -83,6 +83,9 @@ class Speed(Record):
     prefill_tok_s: float
     decode_tok_s: float  # all sequences together
     rounds: int
+    # While `batch` sequences decode and the prompts of as many more are read; None: not measured.
+    mixed_prefill_tok_s: float | None = None
+    mixed_decode_tok_s: float | None = None
 
 
 class ByLength(Record):
@@ -129,6 +132,24 @@ class KvPolicy(Record):
     reasons: list[str] = []  # why it is not "safe"
 
 
+class TaskScore(Record):
+    """One metric of a task of lm-evaluation-harness, or of a group of them."""
+
+    task: str
+    metric: str
+    filter: str  # what was made of the answers before: "none" for nothing
+    value: float
+    stderr: float | None  # None: the harness knows none for this metric, or a single document
+    higher_is_better: bool | None
+    documents: int
+    fewshot: int | None
+    version: str | None  # of the task
+    group: bool = False  # whether it stands for several tasks, which are here too
+    # Each document's score, where the value is their mean, and a hash of the documents: to compare in pairs.
+    items: list[float] | None = Field(None, repr=False)
+    items_sha256: str | None = None
+
+
 class Variant(Record):
     """One form of the model, scored. `kv` is by bits of the KV cache."""
 
@@ -169,6 +190,7 @@ class Run(Record):
     reference: ModelCard | None = None
     windows: dict[str, Any] | None = None  # what the text was, and how it was cut
     score: Score | None = None
+    tasks: list[TaskScore] = []
     variants: list[Variant] = []
     policies: list[KvPolicy] = []
     kv_layers: list[LayerKv] = []

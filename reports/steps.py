@@ -56,3 +56,9 @@ class Step:
         record = {"fingerprint": self.fingerprint, "turbomill": __version__, "inputs": self.inputs}
         write_atomic(self.stamp, json.dumps(record, indent=2, default=str) + "\n")
         return True
+
+
+def text_version(dataset: str) -> list[int | None]:
+    """Changes when a local text does; several are joined by commas."""
+    paths = [Path(name) for name in dataset.split(",")]
+    return [path.stat().st_mtime_ns if path.exists() else None for path in paths]

@@ -3,11 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
+from turbomill.reports.kv_policies import in_words
 from turbomill.reports.quant_log import sentence
-from turbomill.reports.runs import KvPolicy, Run, Variant
+from turbomill.reports.runs import KvPolicy, Run, TaskScore, Variant
 from turbomill.reports.tables import kl_text, kv_sentences, number, percent
+
+TASKS_TOLD = 6  # the others are in the table
+
+
+@dataclass(frozen=True)
+class Headline:
+    """What decides, in a line: shown before everything else."""
+
+    text: str
+    tone: Literal["good", "bad", "plain"]
+
+
+def headline(runs: Sequence[Run], worse: int = 0) -> Headline | None:
+    """Failures first, then regressions, the verdict on the KV cache, the closest quantized variant."""
+    failed = [run for run in runs if run.status == "failed"]
+    if failed:
+        return Headline(f"{len(failed)} of {len(runs)} runs failed.", "bad")
+    if worse:
+        return Headline(f"{worse} figures are worse than the baseline's.", "bad")
+    judged = [run for run in runs if run.verdict is not None]
+    if judged:
+        told = [f"{run.model.name if run.model else 'the model'}: {run.verdict}" for run in judged]
+        good = all(run.verdict == "safe" for run in judged)
+        bad = any(run.verdict == "do not use" for run in judged)
+        tone: Literal["good", "bad", "plain"] = "good" if good else "bad" if bad else "plain"
+        return Headline(f"A quantized KV cache for {'; '.join(told)}.", tone)
+    variants = [v for run in runs for v in run.variants]
+    base = next((v for v in variants if v.model.scheme is None), None)
+    ranked = sorted((v for v in variants if v.model.scheme and v.kl is not None), key=lambda v: v.kl or 0.0)
+    if base is None or not ranked:
+        return None
+    best = ranked[0]
+    size = percent(best.disk_bytes / base.disk_bytes)
+    text = f"{best.name} stays closest to {base.name}: KL {kl_text(best.kl)} at {size} of its size."
+    return Headline(text, "plain")
 
 
 def summarize_runs(runs: Sequence[Run]) -> list[str]:
@@ -21,6 +58,8 @@ def summarize_runs(runs: Sequence[Run]) -> list[str]:
         lines += _variants(run.variants)
         if run.score is not None and run.model is not None:
             lines.append(_score(run))
+        if run.tasks:
+            lines.append(_tasks(run))
         if run.policies and run.model is not None:
             lines += kv_sentences(run)
             lines += _policies(run.model.name, run.policies)
@@ -70,7 +109,7 @@ def _policies(name: str, policies: Sequence[KvPolicy]) -> list[str]:
         if policy is base:
             continue
         text = (
-            f"With {policy.name} bits in the KV cache {name} takes "
+            f"With {in_words(policy)} in the KV cache {name} takes "
             f"{percent(policy.bytes_per_token / base.bytes_per_token)} of the bytes per token; "
             f"perplexity goes from {number(base.ppl, 3)} to {number(policy.ppl, 3)}"
         )
@@ -78,6 +117,22 @@ def _policies(name: str, policies: Sequence[KvPolicy]) -> list[str]:
             text += f", KL from {kl_text(base.kl)} to {kl_text(policy.kl)}"
         lines.append(text + ".")
     return lines
+
+
+def _tasks(run: Run) -> str:
+    """The first metric of every group, and of every task that is in none."""
+    groups = [row for row in run.tasks if row.group]
+    shown: dict[str, TaskScore] = {}
+    for row in groups or run.tasks:
+        shown.setdefault(row.task, row)
+    told = [
+        f"{row.task} {row.metric} {number(row.value, 3)}"
+        + ("" if row.stderr is None else f" (standard error {number(row.stderr, 3)})")
+        for row in shown.values()
+    ]
+    return f"{run.model.name if run.model else 'The model'}: {'; '.join(told[:TASKS_TOLD])}" + (
+        f"; and {len(told) - TASKS_TOLD} more." if len(told) > TASKS_TOLD else "."
+    )
 
 
 def _score(run: Run) -> str:

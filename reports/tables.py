@@ -11,8 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from turbomill.reports.compare import Compared
+from turbomill.reports.kv_policies import in_words
 from turbomill.reports.plan import Fit
-from turbomill.reports.runs import KvPolicy, LayerKv, ModelCard, Run, Score, Speed, Variant
+from turbomill.reports.runs import KvPolicy, LayerKv, ModelCard, Run, Score, Speed, TaskScore, Variant
 
 if TYPE_CHECKING:
     from turbomill.reports.bench_store import StoreSpeed
@@ -56,7 +57,7 @@ def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) ->
 VARIANT_COLUMNS = ("variant", "perplexity", "KL", "top-1", "on disk", "peak memory", "decode tok/s")
 KV_COLUMNS = ("KV bits", "bytes/token", "perplexity", "KL", "top-1", "decode tok/s", "sequences", "verdict")
 SCORE_COLUMNS = ("model", "perplexity", "KL", "top-1", "top-5", "positions")
-SPEED_COLUMNS = ("batch", "prompt", "output", "prefill tok/s", "decode tok/s")
+SPEED_COLUMNS = ("batch", "prompt", "output", "prefill tok/s", "decode tok/s", "mixed: prefill", "and decode")
 LATENCY_COLUMNS = ("ms", "mean", "median", "p90", "p95", "p99")
 
 
@@ -90,7 +91,8 @@ def kv_row(policy: KvPolicy) -> tuple[str, ...]:
 def speed_row(speed: Speed) -> tuple[str, ...]:
     """For SPEED_COLUMNS."""
     sizes = (str(speed.batch), str(speed.prompt_tokens), str(speed.completion_tokens))
-    return (*sizes, number(speed.prefill_tok_s, 1), number(speed.decode_tok_s, 1))
+    mixed = (number(speed.mixed_prefill_tok_s, 1), number(speed.mixed_decode_tok_s, 1))
+    return (*sizes, number(speed.prefill_tok_s, 1), number(speed.decode_tok_s, 1), *mixed)
 
 
 def latency_rows(load: dict[str, float | None]) -> list[tuple[str, ...]]:
@@ -111,6 +113,30 @@ def variants_kv_table(variants: Sequence[Variant]) -> Table:
     """Every variant under every KV policy."""
     rows = [(v.name, *kv_row(policy)) for v in variants for policy in v.kv.values()]
     return _table("KV cache", ("variant", *KV_COLUMNS), rows)
+
+
+TASK_COLUMNS = ("task", "metric", "value", "standard error", "documents", "examples")
+
+
+def task_row(score: TaskScore) -> tuple[str, ...]:
+    """For TASK_COLUMNS. Of a group the harness knows no number of examples."""
+    metric = score.metric if score.filter == "none" else f"{score.metric}, {score.filter}"
+    return (
+        f"{score.task} (group)" if score.group else score.task,
+        metric,
+        number(score.value, 4),
+        number(score.stderr, 4),
+        f"{score.documents:,}",
+        "–" if score.fewshot is None else str(score.fewshot),
+    )
+
+
+def tasks_table(scores: Sequence[TaskScore]) -> Table:
+    """`eval tasks`."""
+    table = _table("Tasks", TASK_COLUMNS, [task_row(score) for score in scores])
+    # Names are long, and their ends tell them apart.
+    table.columns[0].overflow, table.columns[0].min_width = "fold", 24
+    return table
 
 
 LENGTH_COLUMNS = ("KV bits", "context", "perplexity", "KL", "passkey", "copy")
@@ -147,7 +173,7 @@ def kv_sentences(run: Run) -> list[str]:
     for policy in run.policies:
         if policy.quant_policy and policy.verdict is not None:
             why = f": {'; '.join(policy.reasons)}" if policy.reasons else ""
-            lines.append(f"{policy.name} bits in the KV cache of {name}: {policy.verdict}{why}.")
+            lines.append(f"{in_words(policy)} in the KV cache of {name}: {policy.verdict}{why}.")
     if run.recommended is not None:
         lines.append(f"Recommended: {run.recommended['options']}.")
     return lines
@@ -203,7 +229,7 @@ def compared_table(rows: Sequence[Compared]) -> Table:
         lines.append(
             (
                 escape(row.name),
-                "perplexity" if row.metric == "nll" else "KL",
+                {"nll": "perplexity", "kl": "KL"}.get(row.metric, row.metric),
                 number(row.value, digits),
                 number(row.baseline_value, digits),
                 f"{change.mean:+.4f} [{change.low:+.4f}, {change.high:+.4f}]",
@@ -211,7 +237,8 @@ def compared_table(rows: Sequence[Compared]) -> Table:
                 row.verdict,
             )
         )
-    title = escape(f"Against {rows[0].baseline}; differences in nats, with 95 % intervals")
+    unit = " in nats" if rows[0].metric in ("nll", "kl") else ""
+    title = escape(f"Against {rows[0].baseline}; differences{unit}, with 95 % intervals")
     columns = ("model", "by", "it", "baseline", "difference", "p", "verdict")
     return _table(title, columns, lines)
 
@@ -278,6 +305,8 @@ def serve_tables(run: Run) -> list[Table]:
         totals = [
             ("completed requests", str(load["completed"])),
             ("failed requests", str(load["failed"])),
+            ("of those rejected", str(load.get("rejected", 0))),
+            ("answers of another length than asked for", str(load.get("lengths_missed", 0))),
             ("duration", f"{load['duration']:.2f} s"),
             ("requests/s", number(load["request_throughput"], 2)),
             ("output tokens/s", number(load["output_throughput"], 1)),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from turbomill.errors import TurbomillError
-from turbomill.reports.load_client import LoadRequest
+from turbomill.reports.load_shapes import LoadRequest
 
 # vLLM's limits on what it takes from the file.
 SHORTEST, LONGEST_PROMPT, LONGEST = 4, 1024, 2048

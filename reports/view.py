@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from turbomill.reports.baseline import Changed
-from turbomill.reports.plots import Plot, quality_speed, rate_latency, size_quality
+from turbomill.reports.plots import Plot
+from turbomill.reports.plots_lines import kv_by_length, layer_loss, rate_latency
+from turbomill.reports.plots_pareto import quality_speed, size_quality
 from turbomill.reports.quant_log import COLUMNS as LAYER_COLUMNS
 from turbomill.reports.quant_log import NOTE as LAYER_NOTE
 from turbomill.reports.quant_log import layer_rows
 from turbomill.reports.runs import Run, Variant
-from turbomill.reports.summary import summarize_runs
+from turbomill.reports.summary import Headline, headline, summarize_runs
 from turbomill.reports.tables import (
     KV_COLUMNS,
     LATENCY_COLUMNS,
     LENGTH_COLUMNS,
     SPEED_COLUMNS,
+    TASK_COLUMNS,
     VARIANT_COLUMNS,
     kv_row,
     latency_rows,
@@ -25,6 +29,7 @@ from turbomill.reports.tables import (
     percent_change,
     sensitivity_rows,
     speed_row,
+    task_row,
     variant_row,
 )
 from turbomill.reports.tables import LAYER_COLUMNS as SENSITIVITY
@@ -63,14 +68,17 @@ class ReportView:
     """The report."""
 
     title: str
+    verdict: Headline | None
     summary: list[str]
     changes: list[TableView]
     tables: list[TableView]
     plots: list[Plot]
     kv_tables: list[TableView]
+    kv_plots: list[Plot]
     speed_tables: list[TableView]
     speed_plots: list[Plot]
     layer_tables: list[TableView]
+    layer_plots: list[Plot]
     dialogues: list[tuple[str, str]]
     runs: list[RunView]
 
@@ -93,6 +101,10 @@ SENSITIVITY_NOTE = (
     "Outlier: the largest channel of K over the median one of its head. The others: error of the attention's "
     "output, relative to its energy, when K alone, or V alone, is rounded."
 )
+TASK_NOTE = (
+    "Tasks of lm-evaluation-harness. The standard error says how much a value would move with other "
+    "documents of the same kind; whether two models differ, `turbomill eval compare` tells by pairs of them."
+)
 KV_NOTE = "Bytes per token count keys and values of all layers, with the scales and zeros of 8 and 4 bits."
 
 
@@ -104,17 +116,39 @@ def report_view(
     plots = [plot for plot in (size_quality(variants), quality_speed(variants)) if plot is not None]
     return ReportView(
         title=title,
+        verdict=headline(runs, sum(c.change == "worse" for c in changes)),
         summary=[*_change_sentences(changes), *(summarize_runs(runs) or ["Nothing was measured."])],
         changes=[_change_table(changes)] if changes else [],
-        tables=[_variant_table(variants)] if variants else [],
+        tables=[
+            *([_variant_table(variants)] if variants else []),
+            *(_task_table(run) for run in runs if run.tasks),
+        ],
         plots=plots,
         kv_tables=_kv_tables(runs, variants),
+        kv_plots=[
+            plot
+            for i, run in enumerate(runs)
+            if (plot := kv_by_length(run.policies, _model_name(run), i)) is not None
+        ],
         speed_tables=[table for run in runs for table in _speed_tables(run)],
         speed_plots=[plot for i, run in enumerate(runs) if (plot := _rate_plot(run, i)) is not None],
+        layer_plots=[
+            plot
+            for i, run in enumerate(runs)
+            if (plot := layer_loss(run.layers, _quantization(run), i)) is not None
+        ],
         layer_tables=[_layer_table(run) for run in runs if run.layers],
         dialogues=[(run.question, run.answer) for run in runs if run.question and run.answer is not None],
         runs=[_run_view(number + 1, run) for number, run in enumerate(runs)],
     )
+
+
+def _model_name(run: Run) -> str:
+    return run.model.name if run.model else "model"
+
+
+def _quantization(run: Run) -> str:
+    return run.model.name if run.model else str(run.provenance.get("method", "quantized"))
 
 
 def _change_sentences(changes: Sequence[Changed]) -> list[str]:
@@ -167,6 +201,12 @@ def _variant_table(variants: Sequence[Variant]) -> TableView:
     return TableView("Variants", SCORE_NOTE, columns, tuple(rows), best)
 
 
+def _task_table(run: Run) -> TableView:
+    name = _model_name(run)
+    rows = tuple(task_row(score) for score in run.tasks)
+    return TableView(f"Tasks, {name}", TASK_NOTE, TASK_COLUMNS, rows)
+
+
 def _kv_tables(runs: Sequence[Run], variants: Sequence[Variant]) -> list[TableView]:
     tables = []
     rows = [(v.name, *kv_row(policy)) for v in variants for policy in v.kv.values()]
@@ -174,7 +214,7 @@ def _kv_tables(runs: Sequence[Run], variants: Sequence[Variant]) -> list[TableVi
         tables.append(TableView("KV cache by variant", KV_NOTE, ("variant", *KV_COLUMNS), tuple(rows)))
     for run in runs:
         if run.policies:
-            name = run.model.name if run.model else "model"
+            name = _model_name(run)
             rows = [kv_row(policy) for policy in run.policies]
             tables.append(TableView(f"KV cache of {name}", KV_NOTE, KV_COLUMNS, tuple(rows)))
             if rows := length_rows(run.policies):
@@ -189,8 +229,10 @@ def _kv_tables(runs: Sequence[Run], variants: Sequence[Variant]) -> list[TableVi
 def _speed_tables(run: Run) -> list[TableView]:
     tables = []
     if run.engine:
-        name = run.model.name if run.model else "model"
+        name = _model_name(run)
         note = f"Medians of {run.engine[0].rounds} rounds; tokens/s of all sequences together."
+        if any(speed.mixed_decode_tok_s is not None for speed in run.engine):
+            note += " Mixed: while so many sequences decode, as many prompts more are read."
         rows = tuple(speed_row(speed) for speed in run.engine)
         tables.append(TableView(f"Engine, {name}", note, SPEED_COLUMNS, rows))
     for load in run.serve:
@@ -199,7 +241,7 @@ def _speed_tables(run: Run) -> list[TableView]:
         )
         limit = f", at most {load['max_concurrency']} at a time" if load["max_concurrency"] else ""
         note = (
-            f"{load['completed']} requests completed and {load['failed']} failed in "
+            f"{load['completed']} requests completed and {load['failed']} failed{_missed(load)} in "
             f"{number(load['duration'], 1)} s, sent {pace}{limit}: {number(load['output_throughput'], 1)} "
             "output tokens/s. Latencies in milliseconds."
         )
@@ -208,12 +250,24 @@ def _speed_tables(run: Run) -> list[TableView]:
     return tables
 
 
+def _missed(load: dict[str, Any]) -> str:
+    """What went wrong beside failures; runs of older versions do not say."""
+    parts = []
+    if load.get("rejected"):
+        parts.append(f"{load['rejected']} of them rejected")
+    if load.get("lengths_missed"):
+        parts.append(f"{load['lengths_missed']} answers of another length than asked for")
+    if load.get("server_stopped"):
+        parts.append("the server stopped")
+    return f" ({', '.join(parts)})" if parts else ""
+
+
 def _rate_plot(run: Run, number: int) -> Plot | None:
     return rate_latency(run.serve, None if run.knee is None else run.knee["request_rate"], number)
 
 
 def _layer_table(run: Run) -> TableView:
-    title = f"Linears, {run.provenance.get('method', 'quantized')}"
+    title = f"Linears, {_quantization(run)}"
     return TableView(title, LAYER_NOTE, LAYER_COLUMNS, tuple(layer_rows(run.layers)))
 
 

@@ -141,6 +141,12 @@ class GgufCheckpoint(Checkpoint):
             return DenseFormat()
         return GgufFormat(SCHEMES[part.tensor.kind])
 
+    def exact(self, name: str) -> Tensor:
+        """What the blocks stand for, where they are kept as codes."""
+        prefix = name.removesuffix(".weight")
+        coded = self.format_of(prefix).scheme is not None
+        return self.linear(prefix).dequantize() if coded else super().exact(name)
+
     def blocks(self, name: str) -> tuple[np.ndarray, str]:
         """A tensor's rows of bytes in Hugging Face's order, and their block type."""
         part = self._find(name)

@@ -130,6 +130,11 @@ class StoreCheckpoint(Checkpoint):
         assert found is not None
         return found
 
+    def exact(self, name: str) -> Tensor:
+        """What its codes stand for, where it has any."""
+        table = self._table(name)
+        return self.store.linear(table).dequantize() if table else super().exact(name)
+
     def format_of(self, prefix: str) -> WeightFormat:
         """Dense: of a quantized linear there are no tensors to be in a format."""
         return DenseFormat()

@@ -1,6 +1,9 @@
 #include "store/expand.h"
 
+#include <algorithm>
+
 #include "core/half.h"
+#include "core/thread_pool.h"
 
 namespace turbomill {
 namespace {
@@ -41,7 +44,11 @@ void expand_row(const Linear& w, int row, float* out) {
 
 std::vector<float> expand(const Linear& w) {
     std::vector<float> out(size_t(w.n) * w.k);
-    for (int row = 0; row < w.n; ++row) expand_row(w, row, out.data() + size_t(row) * w.k);
+    ThreadPool pool(0);
+    pool.run((w.n + 63) / 64, [&](int tile, int) {
+        for (int row = tile * 64; row < std::min(w.n, tile * 64 + 64); ++row)
+            expand_row(w, row, out.data() + size_t(row) * w.k);
+    });
     return out;
 }
 

@@ -8,7 +8,7 @@
 
 namespace turbomill {
 
-// fp32 [N, K], each input in its own place. `w` has codes.
+// fp32 [N, K], each input in its own place, by every core. `w` has codes.
 std::vector<float> expand(const Linear& w);
 // Row `row` of it, fp32 [K].
 void expand_row(const Linear& w, int row, float* out);

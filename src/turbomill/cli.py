@@ -24,6 +24,7 @@ COMMANDS = {
     "eval": ("turbomill.reports.cli_eval", "evaluate"),
     "plan": ("turbomill.reports.cli", "plan"),
     "bench": ("turbomill.reports.cli_bench", "bench"),
+    "sweep": ("turbomill.reports.cli", "sweep"),
     "report": ("turbomill.reports.cli", "report"),
     "runs": ("turbomill.reports.cli", "list_runs"),
     "demo": ("turbomill.reports.cli", "demo"),

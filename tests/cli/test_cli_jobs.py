@@ -36,7 +36,7 @@ def test_from_checkpoint_to_report(turbomill, tiny, text):
     bench = result(turbomill("bench", "engine", tiny, *grid, "--work-dir", "runs/bench", "--json"))
     assert [(s["batch"], s["prompt_tokens"]) for s in bench["engine"]] == [(1, 8), (2, 8)]
     made = result(turbomill("report", "runs/ppl", "runs/kv", "runs/bench", "--output", "page.html", "--json"))
-    assert made == {"html": "page.html", "markdown": "page.md"}
+    assert made == {"html": "page.html", "markdown": "page.md", "json": "page.json"}
     page = (turbomill.folder / "page.html").read_text()
     assert "perplexity" in page and "KV cache" in page and "Engine" in page
     assert "KL" in (turbomill.folder / "page.md").read_text()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from turbomill.engine.config import EngineConfig
-from turbomill.engine.device import free_device_memory, resolve_device
+from turbomill.engine.device import activation_bits, free_device_memory, resolve_device
 from turbomill.errors import UsageError
 
 
@@ -48,3 +48,15 @@ def test_free_memory_is_the_devices_own() -> None:
 def test_unknown_devices_are_usage_errors(device: Any) -> None:
     with pytest.raises(UsageError, match="device"):
         EngineConfig(device=device)
+
+
+def test_activations_are_what_the_cpu_can_multiply() -> None:
+    able, unable = (SimpleNamespace(cpu_features=lambda v=value: {"int8": v}) for value in (True, False))
+    found = [activation_bits(wanted, "cpu", able) for wanted in ("auto", "float32", "int16", "int8")]
+    assert found == [16, 32, 16, 8]
+    assert activation_bits("auto", "cpu", unable) == 32
+    assert activation_bits("int8", "cuda:0", unable) == 32
+    with pytest.raises(UsageError, match=r"cpu_activations is 'int8', which needs AVX-512 VNNI"):
+        activation_bits("int8", "cpu", unable)
+    with pytest.raises(UsageError, match=r"cpu_activations is 'int4', expected one of auto, float32"):
+        EngineConfig(cpu_activations="int4")

@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
-from test_conformance import *  # noqa: F403
 
 from turbomill.engine.config import EngineConfig
 from turbomill.engine.turbomind import TurbomindEngine
 
-SPEC = importlib.util.spec_from_file_location(
-    "engine_fixtures", Path(__file__).parents[1] / "engine/conftest.py"
-)
-assert SPEC is not None and SPEC.loader is not None
-fixtures = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(fixtures)
+ENGINE_TESTS = Path(__file__).parents[1] / "engine"
+sys.path.append(str(ENGINE_TESTS))  # for what its conftest imports
+
+
+def _module(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"gpu_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+suite = _module(ENGINE_TESTS / "conformance/test_conformance.py")
+fixtures = _module(ENGINE_TESTS / "conftest.py")
+globals().update({name: test for name, test in vars(suite).items() if name.startswith("test_")})
 tiny_checkpoint, tiny_store = fixtures.tiny_checkpoint, fixtures.tiny_store
 
 

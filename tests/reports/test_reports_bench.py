@@ -7,7 +7,7 @@ import pytest
 from turbomill.engine.requests import GenerationOutput, Usage
 from turbomill.errors import UsageError
 from turbomill.reports import bench_engine as module
-from turbomill.reports.bench_engine import Load, bench_engine, measure, run_load
+from turbomill.reports.bench_engine import Load, bench_engine, measure, run_load, run_mixed
 from turbomill.reports.runs import load_run
 
 
@@ -47,6 +47,60 @@ def test_rates_by_hand(monkeypatch):
     assert all(len(prompt) == 10 and max(prompt) < 100 for prompt, _ in engine.requests)
 
 
+class SteppingEngine:
+    """A step a second: a token for every sequence whose prompt is read; 5 prompt tokens are read a step."""
+
+    def __init__(self, monkeypatch):
+        self.now, self.budget, self.queue = 0.0, 0, []
+        monkeypatch.setattr(module.time, "perf_counter", lambda: self.now)
+        self.tick = asyncio.Event()
+        self.stepping = None
+
+    async def steps(self):
+        while True:
+            for _ in range(30):
+                await asyncio.sleep(0)
+            self.now += 1
+            left = 5
+            for entry in self.queue:
+                used = min(left, entry[0])
+                entry[0] -= used
+                left -= used
+            tick, self.tick = self.tick, asyncio.Event()
+            tick.set()
+
+    async def generate(self, prompt, gen):
+        if self.stepping is None:
+            self.stepping = asyncio.get_running_loop().create_task(self.steps())
+        entry = [len(prompt)]
+        self.queue.append(entry)
+        made = 0
+        while made < gen.max_new_tokens:
+            await self.tick.wait()
+            if entry[0] == 0:
+                made += 1
+                yield GenerationOutput("x", (made,), Usage(len(prompt), made))
+        self.queue.remove(entry)
+
+
+def test_mixed_rates_by_hand(monkeypatch):
+    """Two sequences of 10 have their first tokens at 2 and 4; two prompts more are read by 6 and 8: 4 s.
+
+    In them both decode a token a second, until each has its 6: of the first, tokens at 5, 6 and 7; of the
+    second at 5, 6, 7 and 8.
+    """
+
+    async def both():
+        engine = SteppingEngine(monkeypatch)
+        try:
+            return await run_mixed(engine, Load(2, 10, 6), 100)
+        finally:
+            engine.stepping.cancel()
+
+    prefill, decode = asyncio.run(both())
+    assert prefill == 2 * 10 / 4 and decode == pytest.approx(7 / 4)
+
+
 def test_warm_up_does_not_count_and_the_median_is_taken(monkeypatch):
     rates = iter([(1.0, 1.0), (10.0, 5.0), (30.0, 7.0), (20.0, 6.0)])
 
@@ -79,7 +133,13 @@ def test_tiny_model(tiny, tmp_path):
     run = bench_engine(str(tiny), loads, rounds=2, num_threads=2, work_dir=tmp_path)
     assert [(s.batch, s.prompt_tokens, s.completion_tokens) for s in run.engine] == [(1, 16, 8), (4, 16, 8)]
     assert all(s.prefill_tok_s > 0 and s.decode_tok_s > 0 and s.rounds == 2 for s in run.engine)
-    assert load_run(tmp_path) == run
+    assert load_run(tmp_path) == run and run.engine[0].mixed_decode_tok_s is None
+
+
+def test_mixed_on_a_tiny_model(tiny):
+    pytest.importorskip("turbomill._core")
+    (speed,) = bench_engine(str(tiny), [Load(2, 64, 64)], rounds=1, num_threads=2, mixed=True).engine
+    assert speed.mixed_prefill_tok_s > 0 and speed.mixed_decode_tok_s >= 0
 
 
 def test_longer_than_the_context_is_refused_first(tiny):

@@ -14,7 +14,8 @@ from turbomill.errors import TurbomillError, UsageError
 from turbomill.reports import bench_serve as module
 from turbomill.reports.bench_serve import Knee, TraceFile, bench_serve
 from turbomill.reports.latency import RequestResult
-from turbomill.reports.load_client import LoadOptions, LoadRequest
+from turbomill.reports.load_client import LoadOptions
+from turbomill.reports.load_shapes import LoadRequest
 from turbomill.reports.render import render_html
 from turbomill.reports.runs import load_run
 from turbomill.reports.slo import Slo, find_knee
@@ -200,9 +201,11 @@ def test_latency_against_rate_is_drawn_with_the_knee(monkeypatch):
     (plot,) = report_view([run]).speed_plots
     figure = json.loads(plot.spec)
     rates = [load["request_rate"] for load in run.serve[:-1]]
-    assert [trace["name"] for trace in figure["data"]] == ["median", "p99", "knee"] and len(rates) == 3
-    assert figure["data"][1]["y"] == [load["p99_ttft_ms"] for load in run.serve[:-1]]
-    assert figure["data"][2]["x"] == [1.25, 1.25] and "The knee is at 1.25 requests/s" in plot.alt
+    shown = [trace for trace in figure["data"] if trace["meta"]["view"] == 0]
+    assert [trace["name"] for trace in shown] == ["median", "p99", "knee"] and len(rates) == 3
+    assert shown[1]["y"] == [load["p99_ttft_ms"] for load in run.serve[:-1]]
+    assert shown[2]["x"] == [1.25, 1.25] and "The knee is at 1.25 requests/s" in plot.alt
+    assert [view["name"] for view in figure["views"]] == ["TTFT", "TPOT", "E2EL"]
     page = render_html(report_view([run, run]))
     assert page.count('id="rate-latency-') == 2 and 'data-plot="rate-latency-1"' in page and "Plotly" in page
     single = bench_serve(options, base_url="http://x")

@@ -1,6 +1,7 @@
 """`evaluate_ppl` on the native engine, against transformers on the same windows."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -131,6 +132,16 @@ def test_vocabulary_mismatch_is_refused(tiny, options, tmp_path):
     other = make_model(tmp_path / "other", vocab_size=300)
     with pytest.raises(UsageError, match=r"--reference .*vocabulary.*\(300 and 256 tokens\)"):
         evaluate_ppl(str(tiny), options, reference=str(other))
+
+
+def test_a_store_of_another_model_is_refused(tiny, options, tmp_path):
+    """The tokens are the same, the model is not."""
+    other = make_model(tmp_path / "other", num_hidden_layers=3)
+    told = r"--reference .*is another model \(LlamaForCausalLM, 3 layers of 64, .*2 layers of 64.*--force"
+    with pytest.raises(UsageError, match=told):
+        evaluate_ppl(str(tiny), options, reference=str(other))
+    forced = replace(options, force=True)
+    assert evaluate_ppl(str(tiny), forced, reference=str(other)).score.kl > 0
 
 
 @pytest.mark.parametrize(

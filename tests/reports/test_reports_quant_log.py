@@ -39,7 +39,7 @@ def test_every_row_comes_back(work_dir):
 
 
 def test_the_report_has_the_table(work_dir):
-    html, markdown = write_report([load_quantization(work_dir)], work_dir / "report.html")
+    html, markdown, _ = write_report([load_quantization(work_dir)], work_dir / "report.html")
     page, text = html.read_text(), markdown.read_text()
     rows = (
         "| 0 self_attn.q_proj | w4g64asym | gptq | 0.040000 | 0.012346 | 0.011000 | 4,096 | 1.25 |",

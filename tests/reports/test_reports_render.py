@@ -1,6 +1,7 @@
 """The report: complete, self-contained, escaped, readable without scripts."""
 
 import json
+import random
 import re
 from html.parser import HTMLParser
 from itertools import pairwise
@@ -10,8 +11,11 @@ from reports_models import PROVENANCE, bench_run, card, demo_run, policy
 
 from turbomill.errors import UsageError
 from turbomill.reports.latency import RequestResult, summarize
+from turbomill.reports.plots import front
+from turbomill.reports.plots_lines import layer_loss
 from turbomill.reports.render import render_html, render_markdown, write_report
-from turbomill.reports.runs import Run, Score
+from turbomill.reports.runs import LayerResult, Run, Score
+from turbomill.reports.summary import headline
 from turbomill.reports.view import report_view
 
 VOID = {"meta", "link", "br", "img", "input"}
@@ -76,6 +80,7 @@ def test_every_number_is_in_a_table(html):
 def test_summary_comes_first_and_is_measured(html):
     page = Page(html)
     summary = page.text[page.text.index("Summary") + 1 :]
+    assert summary.pop(0) == "gptq stays closest to fp16: KL 0.1212 at 44.4 % of its size."
     assert summary[0].startswith("Of the quantized variants, gptq stays closest to fp16: KL 0.1212")
     assert "0.1389 for awq and 0.2971 for rtn" in summary[0] and "13.30 against 11.97" in summary[0]
     assert "44.4 % of fp16's bytes on disk" in summary[1] and "1.80 times as fast" in summary[1]
@@ -103,7 +108,7 @@ def test_plots_have_data_words_and_a_table_to_stand_for_them(html):
     )
     assert {name for name, _ in specs} == {"size-quality", "quality-speed"}
     figure = json.loads(dict(specs)["quality-speed"])
-    assert [trace["name"] for trace in figure["data"]] == ["KV 16", "KV 8", "KV 4"]
+    assert [trace["name"] for trace in figure["data"]] == ["KV 16", "KV 8", "KV 4", "Pareto front"]
     assert figure["data"][0]["text"] == ["fp16", "rtn", "awq", "gptq"]
     assert figure["data"][0]["x"] == [40.0, 70.0, 71.0, 72.0]
 
@@ -155,7 +160,8 @@ def test_markdown_tables():
 def test_failed_runs_and_requests_are_shown():
     failed = Run(kind="ppl", status="failed", error="window 3: NaN", model=card(), provenance=PROVENANCE)
     page = Page(render_html(report_view([demo_run(), failed])))
-    assert page.text[page.text.index("Summary") + 1] == "FAILED: ppl: window 3: NaN"
+    summary = page.text[page.text.index("Summary") + 1 :]
+    assert summary[:2] == ["1 of 2 runs failed.", "FAILED: ppl: window 3: NaN"]
     assert any(
         "answered 1 of 2 requests" in text for text in Page(render_html(report_view([serve_run()]))).text
     )
@@ -185,8 +191,65 @@ def test_scores_of_several_runs_make_a_plot():
 
 
 def test_files_appear_together(tmp_path):
-    html, markdown = write_report([demo_run()], tmp_path / "sub" / "page.html")
+    html, markdown, data = write_report([demo_run()], tmp_path / "sub" / "page.html")
     assert html.read_text().startswith("<!doctype html>") and markdown == tmp_path / "sub" / "page.md"
-    assert sorted(p.name for p in html.parent.iterdir()) == ["page.html", "page.md"]
+    assert sorted(p.name for p in html.parent.iterdir()) == ["page.html", "page.json", "page.md"]
+    found = json.loads(data.read_text())
+    assert found["schema_version"] == 1 and found["verdict"]["text"].startswith("gptq stays closest")
+    assert Run.model_validate(found["runs"][0]) == demo_run()
+    (variants,) = found["tables"]
+    assert variants["columns"][2] == "perplexity" and variants["rows"][3][2] == "13.300"
+    assert variants["best"] == [3] and json.loads(found["plots"][0]["spec"])["data"]
     with pytest.raises(UsageError, match=r"--output .*\.html"):
         write_report([demo_run()], tmp_path / "page.txt")
+
+
+def test_the_verdict_comes_first_whatever_it_is():
+    """Failures before regressions before the KV cache's verdict before the closest variant."""
+    safe = kv_run().model_copy(update={"verdict": "safe"})
+    never = kv_run().model_copy(update={"verdict": "do not use"})
+    failed = Run(kind="ppl", status="failed", error="x", provenance=PROVENANCE)
+    cases = [
+        ([demo_run(), safe], 0, "A quantized KV cache for awq: safe.", "good"),
+        ([safe, never], 0, "A quantized KV cache for awq: safe; awq: do not use.", "bad"),
+        ([demo_run(), safe], 2, "2 figures are worse than the baseline's.", "bad"),
+        ([failed, safe], 2, "1 of 2 runs failed.", "bad"),
+    ]
+    for runs, worse, text, tone in cases:
+        found = headline(runs, worse)
+        assert (found.text, found.tone) == (text, tone)
+    assert headline([bench_run()]) is None
+    page = render_html(report_view([safe]))
+    assert '<p class="verdict good">A quantized KV cache for awq: safe.</p>' in page
+    assert "**A quantized KV cache for awq: safe.**" in render_markdown(report_view([safe]))
+
+
+def test_the_front_holds_what_no_other_beats():
+    """Against the definition: every point, every other one."""
+    rng = random.Random(0)
+    for more_x_is_good in (False, True):
+        points = [(str(i), rng.randrange(12), rng.randrange(12)) for i in range(30)]
+        sign = -1 if more_x_is_good else 1
+
+        def beaten(point, other, sign=sign):
+            x, y = sign * (other[1] - point[1]), other[2] - point[2]
+            return x <= 0 and y <= 0 and (x < 0 or y < 0)
+
+        kept = {p[1:] for p in points if not any(beaten(p, other) for other in points)}
+        found = front(points, more_x_is_good)
+        assert {p[1:] for p in found} == kept and [p[1] for p in found] == sorted(p[1] for p in found)
+
+
+def test_layers_are_drawn_but_for_single_ones():
+    def row(layer, linear, loss):
+        return LayerResult(
+            **{"layer": layer, "linear": linear, "method": "awq", "weight_error": 0.01, "rtn_loss": 2 * loss},
+            **{"loss": loss, "fallback": False, "seconds": 0.1, "tokens": 9, "scheme": "w4g64asym"},
+        )
+
+    rows = [row(layer, name, 0.1 * layer) for layer in range(3) for name in ("q", "mlp.experts.0.up")]
+    figure = json.loads(layer_loss(rows, "awq", 0).spec)
+    by_view = [[t["x"] for t in figure["data"] if t["meta"]["view"] == view] for view in range(3)]
+    # No logarithm of a loss of 0, and no line for each expert.
+    assert by_view == [[[1, 2]], [[1, 2]], [[0, 1, 2]]] and [v["log"] for v in figure["views"]] == [True] * 3
+    assert "in layer 2" in layer_loss(rows, "awq", 0).alt and layer_loss(rows[:2], "awq", 0) is None

@@ -12,7 +12,7 @@ from turbomill.errors import TurbomillError, UsageError
 from turbomill.reports import bench_serve as module
 from turbomill.reports.bench_serve import bench_serve
 from turbomill.reports.latency import RequestResult, summarize
-from turbomill.reports.load_client import LoadOptions, http_client, run_load, send
+from turbomill.reports.load_client import Load, LoadOptions, http_client, send
 from turbomill.reports.runs import load_run
 
 # Read by programs that plot results of `vllm bench serve`.
@@ -71,8 +71,8 @@ def test_poisson_gaps():
 
 def test_prompts_are_repeatable():
     options = LoadOptions(num_prompts=3, input_len=50, vocab_size=20, seed=4)
-    prompts = options.prompts()
-    assert prompts == options.prompts() and [len(p) for p in prompts] == [50] * 3
+    prompts = [talk[0].prompt for talk in options.conversations()]
+    assert options.conversations() == options.conversations() and [len(p) for p in prompts] == [50] * 3
     assert max(max(p) for p in prompts) < 20
 
 
@@ -147,9 +147,9 @@ async def test_concurrency_is_limited():
 
     options = LoadOptions(num_prompts=12, input_len=3, output_len=5, max_concurrency=3)
     async with httpx.AsyncClient(transport=httpx.MockTransport(handler), base_url="http://x") as client:
-        results, duration = await run_load(client, "m", options)
+        results, duration = await Load(client, "m", options).run()
     assert most == 3 and len(results) == 12 and duration > 0
-    assert [body["prompt"] for body in bodies] == options.prompts()
+    assert [body["prompt"] for body in bodies] == [talk[0].prompt for talk in options.conversations()]
     assert all(b["max_tokens"] == 5 and b["stream"] and b["ignore_eos"] for b in bodies)
 
 
@@ -162,7 +162,7 @@ async def test_open_loop_does_not_wait_for_answers():
 
     options = LoadOptions(num_prompts=20, request_rate=200.0)
     async with httpx.AsyncClient(transport=httpx.MockTransport(handler), base_url="http://x") as client:
-        results, _ = await run_load(client, "m", options)
+        results, _ = await Load(client, "m", options).run()
     assert summarize(results, 1.0)["max_concurrent_requests"] > 3
     # Never before it was due.
     assert results[-1].start - results[0].start >= options.send_times()[-1] - 0.01

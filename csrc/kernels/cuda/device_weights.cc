@@ -50,15 +50,16 @@ void add_expanded(const Linear& w, DType type, bool joined, std::vector<Copy>& c
 
 void add_single(const Linear& w, DType type, std::vector<Copy>& copies) {
     if (!w.bias.empty()) copies.push_back({w.bias.data(), DType::F32, DType::F32, w.bias.size()});
-    if (w.plain_only())
-        add_expanded(w, type, false, copies);
-    else
+    if (w.dense || !w.plain_only())
         add_linears(w, 1, type, copies);
+    else
+        add_expanded(w, type, false, copies);
 }
 
 // Experts, which kernels find one behind the other.
 void add_stack(const std::vector<Linear>& experts, DType type, std::vector<Copy>& copies) {
-    if (!experts[0].plain_only()) return add_linears(experts[0], experts.size(), type, copies);
+    if (experts[0].dense || !experts[0].plain_only())
+        return add_linears(experts[0], experts.size(), type, copies);
     for (const Linear& w : experts) add_expanded(w, type, &w != &experts[0], copies);
 }
 

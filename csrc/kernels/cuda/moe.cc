@@ -11,11 +11,6 @@ DeviceMemory workspace(size_t elements, size_t bytes) {
     return {elements * bytes, "the workspace of experts", "lower max_prefill_token_num"};
 }
 
-void require_dense(const Linear& w, const char* name) {
-    if (w.n && !w.dense)
-        throw std::invalid_argument(std::string(name) + " is quantized: the cuda backend needs it dense");
-}
-
 }  // namespace
 
 MoeRunner::MoeRunner(const ModelConfig& model, const Weights& weights, int tokens, DType type,
@@ -24,8 +19,10 @@ MoeRunner::MoeRunner(const ModelConfig& model, const Weights& weights, int token
     if (!model.num_experts) return;
     for (const auto& layer : weights.layers) {
         if (!layer.moe) continue;
-        require_dense(layer.moe->router, "a router");
-        require_dense(layer.moe->shared_gate, "the gate of a shared expert");
+        const Linear& gate = layer.moe->shared_gate;
+        if (gate.n && !gate.dense && !gate.plain_only())
+            throw std::invalid_argument(
+                "the gate of a shared expert has 4 bits: the cuda backend needs more");
     }
     const size_t t = tokens, pairs = t * model.experts_per_token, size = dtype_bytes(type);
     const size_t inter = model.expert_intermediate_size, shared = model.shared_expert_intermediate_size;
@@ -85,7 +82,7 @@ void MoeRunner::experts(const DeviceLinear& w, const void* x, const ExpertRows& 
 const void* MoeRunner::shared_expert(const Moe& moe, const DeviceWeights& weights, LinearRunner& linear,
                                      const void* x, int rows) {
     const DeviceLinear gate_up = device_view(moe.shared_gate_up, weights);
-    moe_shared_gate(type_, x, weights.at(moe.shared_gate.dense), rows, model_.hidden_size,
+    moe_shared_gate(type_, x, device_view(moe.shared_gate, weights).dense, rows, model_.hidden_size,
                     shared_gate_.as<float>(), stream_);
     if (!linear.silu_gated(gate_up, x, rows, shared_hidden_.as())) {
         linear(gate_up, x, rows, shared_gate_up_.as(), type_);

@@ -121,6 +121,7 @@ __device__ void choose_bin(double target, Shared& s) {
     const unsigned found = __ballot_sync(kFullWarp, bin >= 0);
     const unsigned filled = __ballot_sync(kFullWarp, lowest >= 0);
     const int owner = found ? __ffs(found) - 1 : 31 - __clz(filled);
+    __syncwarp();  // every lane has read what is written now
     if (lane != owner) return;
     const int chosen = found ? bin : lowest;
     const double passed = found ? above : lowest_above;

@@ -62,7 +62,7 @@ def test_4_bit_blocks_are_served_as_codes(name: str, tmp_path: Path) -> None:
     write_model(path, name, tmp_path / "dense", model.config, mixed)
     store = convert_checkpoint(path, tmp_path / "store")
     layouts = {key.partition(".")[2].partition(".")[2]: t.layout for key, t in store.tensors.items()}
-    assert layouts["w_qkv.qweight"] == "w4.n64k64" and layouts["w_o.weight"] == "dense.nk"
+    assert layouts["w_qkv.qweight"] == "w4.n64k64" and layouts["w_o.qweight"] == "w8.n64k64"
     fused = ARCHS[name].name in ("PHI3", "CHATGLM", "GLM4")  # gate and up, and in Phi-3 q, k and v, in one
     assert ("w_qkv.mins" in layouts) == (name not in ("phi3", "phi3-long"))
     assert fused or any(key.endswith("w_gate_up.mins") for key in layouts)

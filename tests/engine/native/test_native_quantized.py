@@ -12,6 +12,7 @@ from native_engine import Native, store_of, tiny_llama
 from quantized_models import quantized
 from safetensors.torch import load_file, save_file
 
+from turbomill import _core
 from turbomill.convert.checkpoint import open_checkpoint
 from turbomill.convert.formats.awq import AwqFormat
 from turbomill.convert.formats.compressed_tensors import CompressedTensorsFormat
@@ -20,6 +21,8 @@ from turbomill.convert.linear import QuantScheme
 from turbomill.convert.reference import load_dense_model
 from turbomill.convert.store.verify import check_tensors_against
 
+ACTIVATION_BITS = (32, 16) if _core.cpu_features()["int8"] else (32,)
+ATOL = {32: 1e-3, 16: 3e-3}  # two bytes round inputs to 2^-16 of the largest of 64
 FORMATS = {"awq": AwqFormat, "gptq": partial(GptqFormat, version=2), "ct": CompressedTensorsFormat}
 CASES = [
     ("awq", 32, False, torch.float16),
@@ -46,14 +49,30 @@ def test_logits_equal_the_dequantized_model(
     with torch.no_grad():
         expected = model(torch.tensor([ids])).logits[0].numpy()
     store = store_of(path)
-    for budget in (512, 5):  # through BLAS panels, and through the small-batch kernels
-        with Native(store, max_prefill_token_num=budget) as engine:
-            np.testing.assert_allclose(engine.logits(ids), expected, atol=1e-3)
+    for bits in ACTIVATION_BITS:
+        for budget in (512, 5):  # through BLAS panels, and through the small-batch kernels
+            with Native(store, max_prefill_token_num=budget, activation_bits=bits) as engine:
+                np.testing.assert_allclose(engine.logits(ids), expected, atol=ATOL[bits])
     greedy = model.generate(
         torch.tensor([ids]), max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0
     )
-    with Native(store) as engine:
-        assert engine.generate(ids, 20) == greedy[0, 100:].tolist()
+    for bits in ACTIVATION_BITS:
+        with Native(store, activation_bits=bits) as engine:
+            assert engine.generate(ids, 20) == greedy[0, 100:].tolist()
+
+
+@pytest.mark.skipif(len(ACTIVATION_BITS) < 2, reason="this CPU has no AVX-512 VNNI")
+def test_activations_of_one_byte_lose_a_little(tmp_path: Path) -> None:
+    tiny_llama(tmp_path / "dense", torch.float16, hidden_size=128, intermediate_size=256)
+    store = store_of(quantized(tmp_path / "dense", AwqFormat(QuantScheme(4, 64, False)), torch.float16))
+    ids = np.random.default_rng(1).integers(3, 320, 100).tolist()
+    found = {}
+    for bits in (32, 16, 8):
+        with Native(store, activation_bits=bits) as engine:
+            found[bits] = engine.logits(ids)
+    size = np.linalg.norm(found[32])
+    two, one = (np.linalg.norm(found[bits] - found[32]) / size for bits in (16, 8))
+    assert two < 5e-4 < one < 0.05
 
 
 def reordered(path: Path, same: bool) -> None:
@@ -107,20 +126,18 @@ MIXED = {
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_mixed_precision_is_served(dtype: torch.dtype, tmp_path: Path) -> None:
-    """Each linear with bits of its own; those beyond 4 bits, and what is fused with them, are dense."""
+    """Each linear with bits of its own; those beyond 4 bits, and what is fused with them, have 8."""
     tiny_llama(tmp_path / "dense", dtype, hidden_size=128, intermediate_size=256)
     path = quantized(tmp_path / "dense", CompressedTensorsFormat(MIXED["Linear"], MIXED), dtype)
     checkpoint, store = open_checkpoint(path), store_of(path)
-    layouts = {name: store.tensors[f"layers.{name}.qweight"].layout for name in ("0.w_qkv", "1.w_down")}
-    assert set(layouts.values()) == {"w4.n64k64"}
-    assert {"layers.0.w_down.weight", "layers.1.w_qkv.weight"} < set(store.tensors)
+    linears = ("0.w_qkv", "1.w_down", "0.w_down", "1.w_qkv")
+    layouts = [store.tensors[f"layers.{name}.qweight"].layout for name in linears]
+    assert layouts == ["w4.n64k64", "w4.n64k64", "w8.n64k64", "w8.n64k64"]
     model = load_dense_model(checkpoint).eval()
-    for dense in ("0.mlp.down_proj", *(f"1.self_attn.{part}_proj" for part in "qkv")):
-        weight = model.get_submodule(f"model.layers.{dense}").weight
-        weight.data = weight.to(dtype).float()  # as the store rounds it
     ids = np.random.default_rng(1).integers(3, 320, 100).tolist()
     with torch.no_grad():
         expected = model(torch.tensor([ids])).logits[0].numpy()
-    for budget in (512, 5):
-        with Native(store, max_prefill_token_num=budget) as engine:
-            np.testing.assert_allclose(engine.logits(ids), expected, atol=1e-3)
+    for bits in ACTIVATION_BITS:
+        for budget in (512, 5):
+            with Native(store, max_prefill_token_num=budget, activation_bits=bits) as engine:
+                np.testing.assert_allclose(engine.logits(ids), expected, atol=ATOL[bits])

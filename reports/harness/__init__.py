@@ -1,0 +1,1 @@
+"""lm-evaluation-harness in process: our engine as its model, and three tasks that need no download."""
