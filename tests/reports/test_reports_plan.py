@@ -63,9 +63,8 @@ def test_question_back(llama):
     asked = Demand(memory, 16384, 200)
     fits = plan(shape, asked)
     assert [(f.weights, f.kv) for f in fits if f.fits] == [("4", "4r")]
-    assert "fits with 4-bit weights and int4 rotated in the KV cache, which hold 202." in answer(
-        shape, asked, fits
-    )
+    text = answer(shape, asked, fits)
+    assert "fits with 4-bit weights and int4 rotated in the KV cache, which hold 202." in text
     more = Demand(memory, 16384, 220)
     best = nibbles(shape, more)
     assert choose(plan(shape, more)) is None and best.sequences == 202
