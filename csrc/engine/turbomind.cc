@@ -14,6 +14,13 @@ const Config& checked(const Config& config) {
     return config;
 }
 
+// A backend has computed angles from them.
+void require_same_tables(const Weights& a, const Weights& b) {
+    if (a.rope_inv_freq != b.rope_inv_freq || a.rope_long_inv_freq != b.rope_long_inv_freq ||
+        a.rope_local_inv_freq != b.rope_local_inv_freq)
+        throw std::runtime_error("rope.inv_freq: differs from the model's that runs");
+}
+
 }  // namespace
 
 Turbomind::Turbomind(const ModelConfig& model, const std::vector<TensorRef>& tensors,
@@ -32,11 +39,27 @@ Turbomind::Turbomind(const ModelConfig& model, const std::vector<TensorRef>& ten
 void Turbomind::sleep(int level) {
     if (level != 1 && level != 2)
         throw std::invalid_argument("the level of sleep is " + std::to_string(level) + ", expected 1 or 2");
+    const std::lock_guard lock(asleep_mutex_);
     engine_->sleep([this, level] { backend_->sleep(level); });
+    asleep_ = true;
 }
 
 void Turbomind::wake() {
+    const std::lock_guard lock(asleep_mutex_);
     engine_->wake([this] { backend_->wake(); });
+    asleep_ = false;
+}
+
+void Turbomind::update(const std::vector<TensorRef>& tensors) {
+    Weights fresh(model_, tensors);
+    require_same_tables(weights_, fresh);
+    const std::lock_guard lock(asleep_mutex_);
+    const bool paused = engine_->paused();
+    engine_->sleep([&] {
+        backend_->sleep(2);
+        weights_ = std::move(fresh);
+    });
+    if (!asleep_) engine_->wake([this] { backend_->wake(); }, paused);
 }
 
 void Turbomind::close() {
