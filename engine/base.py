@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
-from typing import Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from turbomill.engine.config import GenerationConfig
 from turbomill.engine.requests import EngineInfo, EngineMetrics, GenerationOutput, Prompt
+
+if TYPE_CHECKING:
+    from turbomill.convert.store import Store
 
 
 class AsyncEngine(Protocol):
@@ -71,6 +75,14 @@ class AsyncEngine(Protocol):
 
     def wakeup(self) -> None:
         """Take the memory again and go on. Raises EngineError when it is not there; may be tried again."""
+        ...
+
+    def update_params(self, model: str | Path | Store) -> None:
+        """Go on with the weights of another store of the same model and quantization.
+
+        What runs keeps its text and goes on with the new weights; nothing that the old ones computed is used
+        again. Raises UsageError, with nothing changed, for a store of another form.
+        """
         ...
 
     def close(self) -> None:

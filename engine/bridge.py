@@ -81,8 +81,8 @@ class Bridge:
         if unfinished and engine is not None:
             engine.cancel(request_id)
 
-    def control(self, action: str, *arguments: int) -> None:
-        """Have the engine pause, resume, sleep or wake, and wait for it. Raises EngineError."""
+    def control(self, action: str, *arguments: object) -> None:
+        """Have the engine pause, resume, sleep, wake or update, and wait for it. Raises EngineError."""
         with self._lock:
             engine = self._engine
         if engine is None:

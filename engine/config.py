@@ -55,6 +55,7 @@ class EngineConfig:
     device: str = "auto"  # "cpu", "cuda" or "cuda:N"; "auto": a GPU when the core can use one, else the CPU
     num_threads: int = 0  # 0: every core the process may run on
     cpu_activations: str = "auto"  # what a CPU multiplies quantized weights with; "auto": int16 if it can
+    deterministic: bool = False  # the same text to the last bit, whatever runs beside it; a CPU only
     enable_prefix_caching: bool = True  # keep KV blocks for later prompts that begin alike
     eager_mode: bool = False  # never record a GPU's decode steps as CUDA graphs
     backend: str = "turbomind"

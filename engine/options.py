@@ -90,6 +90,11 @@ ENGINE_OPTIONS = (
         "both need AVX-512 VNNI.  [int16 where the CPU has it]",
     ),
     click.option(
+        "--deterministic",
+        is_flag=True,
+        help="The same results to the last bit, whatever runs beside them.  [CPU only]",
+    ),
+    click.option(
         "--enable-prefix-caching/--no-prefix-caching",
         default=DEFAULTS.enable_prefix_caching,
         show_default=True,
@@ -119,6 +124,7 @@ def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
         device: str,
         num_threads: int,
         cpu_activations: str,
+        deterministic: bool,
         enable_prefix_caching: bool,
         eager_mode: bool,
         backend: str,
@@ -136,6 +142,7 @@ def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
             device=device,
             num_threads=num_threads,
             cpu_activations=cpu_activations,
+            deterministic=deterministic,
             enable_prefix_caching=enable_prefix_caching,
             eager_mode=eager_mode,
             backend=backend,

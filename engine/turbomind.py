@@ -83,6 +83,8 @@ class TurbomindEngine:
             self.config.kv.check_layers(self.store.model["num_layers"])
         self.info = EngineInfo("turbomind", self._device, reason, self.config.kv.describe(self._cache_dtype))
         logger.info("device %s: %s", self._device, chosen)
+        if self.config.deterministic and self._device != "cpu":
+            raise UsageError(f"deterministic is for the device cpu, and this is {self._device}")
         self._bridge = Bridge()
         self._engine = self._start()
 
@@ -116,6 +118,7 @@ class TurbomindEngine:
             "num_threads": config.num_threads,
             "activation_bits": activation_bits(config.cpu_activations, self._device, core),
             "eager_mode": config.eager_mode,
+            "deterministic": config.deterministic,
             "enable_prefix_caching": config.enable_prefix_caching,
             "max_batch_size": config.max_batch_size,
             "session_len": self._session_len,
@@ -132,14 +135,10 @@ class TurbomindEngine:
             block_bytes,
             max(free_device_memory(self._device, core) - weight_bytes, 0),
         )
-        tensors = [
-            core.TensorRef(t.name, t.layout, t.dtype, t.shape, str(t.path), t.offset, t.nbytes)
-            for t in store.tensors.values()
-        ]
         try:
             engine = core.Engine(
                 model,
-                tensors,
+                tensor_refs(store, core),
                 core.EngineConfig(**settings, cache_block_count=blocks),
                 self._bridge.on_outputs,
             )
@@ -294,6 +293,15 @@ class TurbomindEngine:
         """Take the memory again and go on; see AsyncEngine."""
         self._bridge.control("wake")
 
+    def update_params(self, model: str | Path | Store) -> None:
+        """Go on with the weights of another store; see AsyncEngine."""
+        store = open_model(model) if isinstance(model, str | os.PathLike) else model
+        different = difference(self.store, store)
+        if different:
+            raise UsageError(f"{store.path}: cannot take the place of {self.store.path}: {different}")
+        self._bridge.control("update", tensor_refs(store, self._core))
+        self.store = store
+
     def close(self) -> None:
         """End every request as cancelled and free everything. Idempotent."""
         self._bridge.close()
@@ -303,6 +311,25 @@ class TurbomindEngine:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def tensor_refs(store: Store, core: Any) -> list[Any]:
+    """The store's tensors as the native engine takes them."""
+    return [
+        core.TensorRef(t.name, t.layout, t.dtype, t.shape, str(t.path), t.offset, t.nbytes)
+        for t in store.tensors.values()
+    ]
+
+
+def difference(running: Store, other: Store) -> str:
+    """Why another store's weights cannot be used in the place of those that run; empty when they can."""
+    if running.model != other.model:
+        every = sorted(running.model | other.model)
+        keys = [key for key in every if running.model.get(key) != other.model.get(key)]
+        return f"another model ({', '.join(keys)} differ)"
+    forms = [{name: (t.layout, t.dtype, t.shape) for name, t in s.tensors.items()} for s in (running, other)]
+    names = sorted(name for name in forms[0] | forms[1] if forms[0].get(name) != forms[1].get(name))
+    return f"{names[0]} is stored in another form" if names else ""
 
 
 def _tokenizer(store: Store) -> Any | None:

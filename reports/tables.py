@@ -57,7 +57,8 @@ def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) ->
 VARIANT_COLUMNS = ("variant", "perplexity", "KL", "top-1", "on disk", "peak memory", "decode tok/s")
 KV_COLUMNS = ("KV bits", "bytes/token", "perplexity", "KL", "top-1", "decode tok/s", "sequences", "verdict")
 SCORE_COLUMNS = ("model", "perplexity", "KL", "top-1", "top-5", "positions")
-SPEED_COLUMNS = ("batch", "prompt", "output", "prefill tok/s", "decode tok/s", "mixed: prefill", "and decode")
+SPEED_COLUMNS = ("batch", "prompt", "output", "prefill tok/s", "decode tok/s")
+MIXED_COLUMNS = ("mixed: prefill", "and decode")
 LATENCY_COLUMNS = ("ms", "mean", "median", "p90", "p95", "p99")
 
 
@@ -91,8 +92,16 @@ def kv_row(policy: KvPolicy) -> tuple[str, ...]:
 def speed_row(speed: Speed) -> tuple[str, ...]:
     """For SPEED_COLUMNS."""
     sizes = (str(speed.batch), str(speed.prompt_tokens), str(speed.completion_tokens))
-    mixed = (number(speed.mixed_prefill_tok_s, 1), number(speed.mixed_decode_tok_s, 1))
-    return (*sizes, number(speed.prefill_tok_s, 1), number(speed.decode_tok_s, 1), *mixed)
+    return (*sizes, number(speed.prefill_tok_s, 1), number(speed.decode_tok_s, 1))
+
+
+def speeds_cells(speeds: Sequence[Speed]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Columns and rows; those of mixed loads where some were measured."""
+    rows = [speed_row(speed) for speed in speeds]
+    if all(speed.mixed_decode_tok_s is None for speed in speeds):
+        return SPEED_COLUMNS, rows
+    mixed = [(number(s.mixed_prefill_tok_s, 1), number(s.mixed_decode_tok_s, 1)) for s in speeds]
+    return (*SPEED_COLUMNS, *MIXED_COLUMNS), [a + b for a, b in zip(rows, mixed, strict=True)]
 
 
 def latency_rows(load: dict[str, float | None]) -> list[tuple[str, ...]]:
@@ -272,7 +281,7 @@ def runs_table(found: Sequence[FoundRun]) -> Table:
 
 def speeds_table(speeds: Sequence[Speed]) -> Table:
     """`bench engine`."""
-    return _table("Engine", SPEED_COLUMNS, [speed_row(speed) for speed in speeds])
+    return _table("Engine", *speeds_cells(speeds))
 
 
 def store_table(speed: StoreSpeed) -> Table:

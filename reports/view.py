@@ -19,7 +19,6 @@ from turbomill.reports.tables import (
     KV_COLUMNS,
     LATENCY_COLUMNS,
     LENGTH_COLUMNS,
-    SPEED_COLUMNS,
     TASK_COLUMNS,
     VARIANT_COLUMNS,
     kv_row,
@@ -28,7 +27,7 @@ from turbomill.reports.tables import (
     number,
     percent_change,
     sensitivity_rows,
-    speed_row,
+    speeds_cells,
     task_row,
     variant_row,
 )
@@ -233,8 +232,8 @@ def _speed_tables(run: Run) -> list[TableView]:
         note = f"Medians of {run.engine[0].rounds} rounds; tokens/s of all sequences together."
         if any(speed.mixed_decode_tok_s is not None for speed in run.engine):
             note += " Mixed: while so many sequences decode, as many prompts more are read."
-        rows = tuple(speed_row(speed) for speed in run.engine)
-        tables.append(TableView(f"Engine, {name}", note, SPEED_COLUMNS, rows))
+        columns, rows = speeds_cells(run.engine)
+        tables.append(TableView(f"Engine, {name}", note, columns, tuple(rows)))
     for load in run.serve:
         pace = (
             "as fast as possible" if load["request_rate"] == "inf" else f"{load['request_rate']} requests/s"

@@ -99,6 +99,7 @@ void require_known_variants(const ModelConfig& model, const std::string& backend
     X(std::vector<int>, kv_16bit_layers, {}) \
     X(std::string, cache_dtype, "float16")   \
     X(int, activation_bits, 32)              \
+    X(bool, deterministic, false)            \
     X(bool, eager_mode, false)               \
     X(bool, enable_prefix_caching, true)
 

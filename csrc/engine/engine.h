@@ -37,7 +37,12 @@ class Engine {
     // Pauses and gives all KV blocks up; then `release` runs on the executor's thread. What ran goes on after
     // wake(), whose `restore` runs there first. Both wait, and rethrow.
     void sleep(std::function<void()> release) { command({true, true, std::move(release), nullptr}); }
-    void wake(std::function<void()> restore) { command({false, false, std::move(restore), nullptr}); }
+    // With `stay_paused`, only the memory is there again.
+    void wake(std::function<void()> restore, bool stay_paused = false) {
+        command({stay_paused, false, std::move(restore), nullptr});
+    }
+    // Whether commands left it so.
+    bool paused() const { return metrics().paused; }
     // Ends running requests as cancelled and joins the threads.
     void close();
 

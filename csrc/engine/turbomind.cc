@@ -20,6 +20,13 @@ const EngineConfig& checked(const EngineConfig& config, const ModelConfig& model
     return config;
 }
 
+// A backend has computed angles from them.
+void require_same_tables(const Weights& a, const Weights& b) {
+    if (a.rope_inv_freq != b.rope_inv_freq || a.rope_long_inv_freq != b.rope_long_inv_freq ||
+        a.rope_local_inv_freq != b.rope_local_inv_freq)
+        throw std::runtime_error("rope.inv_freq: differs from the model's that runs");
+}
+
 // Keys' means over so many tokens hardly depend on which tokens they are.
 constexpr int kCentreTokens = 256;
 
@@ -74,11 +81,34 @@ Turbomind::Turbomind(const ModelConfig& model, const std::vector<TensorRef>& ten
 void Turbomind::sleep(int level) {
     if (level != 1 && level != 2)
         throw std::invalid_argument("the level of sleep is " + std::to_string(level) + ", expected 1 or 2");
+    const std::lock_guard lock(asleep_mutex_);
     engine_->sleep([this, level] { backend_->sleep(level); });
+    asleep_ = true;
 }
 
 void Turbomind::wake() {
-    engine_->wake([this] { backend_->wake(); });
+    const std::lock_guard lock(asleep_mutex_);
+    engine_->wake([this] { restore(); });
+    asleep_ = false;
+}
+
+void Turbomind::update(const std::vector<TensorRef>& tensors) {
+    Weights fresh(model_, tensors);
+    require_same_tables(weights_, fresh);
+    const std::lock_guard lock(asleep_mutex_);
+    const bool paused = engine_->paused();
+    engine_->sleep([&] {
+        backend_->sleep(2);
+        weights_ = std::move(fresh);
+        other_weights_ = true;
+    });
+    if (!asleep_) engine_->wake([this] { restore(); }, paused);
+}
+
+void Turbomind::restore() {
+    backend_->wake();
+    if (other_weights_) centre_keys(model_, config_, *backend_, *decoder_);
+    other_weights_ = false;
 }
 
 void Turbomind::close() {

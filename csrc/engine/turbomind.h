@@ -23,11 +23,18 @@ class Turbomind {
     // on after wake(). Throws std::invalid_argument for another level, std::runtime_error when waking fails.
     void sleep(int level);
     void wake();
+    // Other weights, of tensors with the same names, layouts and shapes: what runs goes on with them, from its
+    // tokens. An engine that sleeps, or is paused, stays so. Throws, with nothing changed, std::runtime_error for
+    // a tensor that is not as it must be.
+    void update(const std::vector<TensorRef>& tensors);
     // Closes the engine, then frees activations, cache and copies of weights: whoever still holds the object
     // holds little memory. Any thread, any number of times.
     void close();
 
   private:
+    // Takes memory again; on the executor's thread.
+    void restore();
+
     const ModelConfig model_;
     const EngineConfig config_;
     Weights weights_;
@@ -35,6 +42,9 @@ class Turbomind {
     std::unique_ptr<Decoder> decoder_;
     std::unique_ptr<Engine> engine_;  // last: its threads use everything above
     std::once_flag freed_;
+    std::mutex asleep_mutex_;
+    bool asleep_ = false;
+    bool other_weights_ = false;  // than those that the centres of the keys are of
 };
 
 // Bytes of one KV block on the backend in use.

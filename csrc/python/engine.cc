@@ -98,6 +98,7 @@ void register_engine(py::module_& m) {
             py::call_guard<py::gil_scoped_release>())
         .def("sleep", &Turbomind::sleep, py::arg("level"), py::call_guard<py::gil_scoped_release>())
         .def("wake", &Turbomind::wake, py::call_guard<py::gil_scoped_release>())
+        .def("update", &Turbomind::update, py::arg("tensors"), py::call_guard<py::gil_scoped_release>())
         .def("metrics", [](Turbomind& self) { return self.engine().metrics(); })
         .def("close", [](Turbomind& self) { self.close(); }, py::call_guard<py::gil_scoped_release>());
 }

@@ -205,7 +205,7 @@ Floats attention(const Floats& qkv, int num_heads, int num_kv_heads, int head_di
     Floats out({py::ssize_t(slice.length), py::ssize_t(model.q_dim())});
     batch.slices.push_back(std::move(slice));
     ThreadPool pool(threads);
-    cpu::Attention run(model, k, cache, pool);
+    cpu::Attention run(model, k, cache, pool, false);
     run(0, batch, {0}, qkv.data() + int64_t(context) * model.qkv_dim(), out.mutable_data());
     return out;
 }

@@ -140,6 +140,11 @@ def create_app(
         engine.resume()
         return {"paused": False}
 
+    @control.post("/update_weights")
+    def update_weights(model: str) -> dict[str, Any]:
+        engine.update_params(model)
+        return {"updated": model}
+
     @control.get("/is_sleeping")
     async def is_sleeping() -> dict[str, Any]:
         return {"is_sleeping": engine.metrics().paused}

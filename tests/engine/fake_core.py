@@ -18,6 +18,10 @@ STEP_SECONDS = 0.002
 CACHED = 3  # prompt tokens that it says it had
 
 
+def cpu_features() -> dict[str, bool]:
+    return {"int8": False}
+
+
 def next_token(previous: int, position: int, temperature: float, seed: int) -> int:
     step = 1 if temperature == 0 else 1 + (seed * 7919 + position * 104729 + 13) % (COUNT - 1)
     return FIRST + (previous - FIRST + step) % COUNT

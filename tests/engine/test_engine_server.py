@@ -324,7 +324,7 @@ async def test_health_tells_a_hung_engine_from_a_busy_and_a_paused_one(fake_engi
             core.paused = False
 
 
-async def test_control_routes(fake_engine):
+async def test_control_routes(fake_engine, monkeypatch):
     with serving(fake_engine, api_keys=["key"]) as url:
         async with httpx.AsyncClient(headers={"Authorization": "Bearer key"}) as http:
             for route, sleeping in (
@@ -338,6 +338,11 @@ async def test_control_routes(fake_engine):
                 assert (await http.post(f"{url}/{route}")).status_code == 200
                 assert (await http.get(f"{url}/is_sleeping")).json() == {"is_sleeping": sleeping}
             assert (await http.post(f"{url}/sleep?level=7")).status_code == 400
+            updated: list[str] = []
+            monkeypatch.setattr(fake_engine, "update_params", updated.append)
+            answer = await http.post(f"{url}/update_weights", params={"model": "/a/store"})
+            assert (answer.status_code, answer.json()) == (200, {"updated": "/a/store"})
+            assert updated == ["/a/store"]
         assert fake_engine._engine.calls == [
             ("pause",),
             ("resume",),

@@ -9,6 +9,7 @@ from turbomill.errors import UsageError
 from turbomill.reports import bench_engine as module
 from turbomill.reports.bench_engine import Load, bench_engine, measure, run_load, run_mixed
 from turbomill.reports.runs import load_run
+from turbomill.reports.tables import speeds_cells
 
 
 class ClockedEngine:
@@ -140,6 +141,10 @@ def test_mixed_on_a_tiny_model(tiny):
     pytest.importorskip("turbomill._core")
     (speed,) = bench_engine(str(tiny), [Load(2, 64, 64)], rounds=1, num_threads=2, mixed=True).engine
     assert speed.mixed_prefill_tok_s > 0 and speed.mixed_decode_tok_s >= 0
+    columns, (row,) = speeds_cells([speed])
+    assert len(columns) == len(row) == 7 and row[5] == f"{speed.mixed_prefill_tok_s:,.1f}"
+    plain = speed.model_copy(update={"mixed_prefill_tok_s": None, "mixed_decode_tok_s": None})
+    assert len(speeds_cells([plain])[0]) == 5
 
 
 def test_longer_than_the_context_is_refused_first(tiny):

@@ -13,8 +13,14 @@ constexpr int kQueryTile = 32;  // query tokens that share one pass over the key
 
 }  // namespace
 
-Attention::Attention(const ModelConfig& model, const Kernels& kernels, const KvCache& cache, ThreadPool& pool)
-    : model_(model), k_(kernels), cache_(cache), pool_(pool), scratch_(pool.size()) {
+Attention::Attention(const ModelConfig& model, const Kernels& kernels, const KvCache& cache, ThreadPool& pool,
+                     bool deterministic)
+    : model_(model),
+      k_(kernels),
+      cache_(cache),
+      pool_(pool),
+      deterministic_(deterministic),
+      scratch_(pool.size()) {
     const size_t rows = size_t(kQueryTile) * model.group(), d = model.head_dim, p = cache.layout.block_len;
     for (auto& s : scratch_) {
         s.query.resize(rows * d);
@@ -53,6 +59,7 @@ void Attention::tile(int layer, const Slice& slice, const Tile& t, int head, con
         std::copy_n(q, d, s.query.data() + int64_t(r) * d);
         if (rotated) k_.hadamard(s.query.data() + int64_t(r) * d, d, rotation_block(d));
     }
+    const bool few = deterministic_ || rows <= kMaxRows;  // a row is computed as if it were alone
     std::fill_n(s.acc.data(), size_t(rows) * d, 0.f);
     std::fill_n(s.max.data(), rows, -std::numeric_limits<float>::infinity());
     std::fill_n(s.sum.data(), rows, 0.f);
@@ -65,9 +72,11 @@ void Attention::tile(int layer, const Slice& slice, const Tile& t, int head, con
     for (int begin = start / block_len * block_len; begin < end; begin += block_len) {
         const int count = std::min(block_len, end - begin), block = slice.blocks[begin / block_len];
         const float* keys = load(layer, block, 0, head, count, s.keys);
-        if (rows <= kMaxRows) {
-            k_.linear_dense(DType::F32, keys, s.query.data(), d, s.scores.data(), block_len, rows, d, 0,
-                            count);
+        if (few) {
+            for (int r = 0; r < rows; r += kMaxRows)
+                k_.linear_dense(DType::F32, keys, s.query.data() + int64_t(r) * d, d,
+                                s.scores.data() + int64_t(r) * block_len, block_len,
+                                std::min(kMaxRows, rows - r), d, 0, count);
         } else {
             gemm_nt(rows, count, d, s.query.data(), d, keys, d, s.scores.data(), block_len);
         }
@@ -84,9 +93,9 @@ void Attention::tile(int layer, const Slice& slice, const Tile& t, int head, con
                 k_.softmax_step(scores + first, seen, cap > 0.f ? 1.f : scale, &s.max[r], &s.sum[r], acc, d);
             std::fill(scores, scores + first, 0.f);
             std::fill(scores + last, scores + count, 0.f);
-            if (rows <= kMaxRows) k_.weighted_sum(scores + first, values + int64_t(first) * d, seen, d, acc);
+            if (few) k_.weighted_sum(scores + first, values + int64_t(first) * d, seen, d, acc);
         }
-        if (rows > kMaxRows)
+        if (!few)
             gemm_nn_add(rows, d, count, s.scores.data(), block_len, values, d, s.acc.data(), d);
     }
     for (int r = 0; r < rows; ++r) {

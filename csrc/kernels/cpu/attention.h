@@ -12,7 +12,9 @@ namespace turbomill::cpu {
 
 class Attention {
   public:
-    Attention(const ModelConfig& model, const Kernels& kernels, const KvCache& cache, ThreadPool& pool);
+    // `deterministic`: a query's result does not depend on what is computed beside it.
+    Attention(const ModelConfig& model, const Kernels& kernels, const KvCache& cache, ThreadPool& pool,
+              bool deterministic);
 
     // qkv [T, (Nq + 2 Nkv) D] with rotated queries; out [T, Nq D]. Slice i's tokens start at row first[i].
     void operator()(int layer, const BatchData& batch, const std::vector<int>& first, const float* qkv,
@@ -38,6 +40,7 @@ class Attention {
     const Kernels& k_;
     const KvCache& cache_;
     ThreadPool& pool_;
+    const bool deterministic_;
     std::vector<Scratch> scratch_;  // per worker
     std::vector<Tile> tiles_;
 };

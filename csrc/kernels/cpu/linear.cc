@@ -25,11 +25,12 @@ int stored_columns(const Linear& w) {
 
 }  // namespace
 
-LinearRunner::LinearRunner(const Kernels& kernels, ThreadPool& pool, int activation_bits)
+LinearRunner::LinearRunner(const Kernels& kernels, ThreadPool& pool, int activation_bits, bool deterministic)
     : k_(kernels),
       pool_(pool),
       int8_(activation_bits == 32 ? nullptr : int8_kernels()),
       two_bytes_(activation_bits == 16),
+      deterministic_(deterministic),
       panels_(pool.size()),
       scratch_(pool.size()) {
     if (activation_bits != 32 && !int8_)
@@ -71,8 +72,9 @@ void LinearRunner::operator()(const Linear& w, const float* x, int rows, float* 
         if (int8_) return byte_rows(w, rows, y);
         x = permuted_.data();
     }
-    if (rows <= kMaxRows) {
-        few_rows(w, x, ldx, rows, y);
+    if (rows <= kMaxRows || deterministic_) {
+        for (int64_t m = 0; m < rows; m += kMaxRows)
+            few_rows(w, x + m * ldx, ldx, std::min(kMaxRows, int(rows - m)), y + m * w.n);
     } else {
         many_rows(w, x, ldx, rows, y);
     }

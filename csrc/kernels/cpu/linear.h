@@ -15,7 +15,9 @@ class LinearRunner {
   public:
     // `activation_bits` of 8 or 16 are for every packed weight; 32: fp32. Throws std::invalid_argument where
     // the CPU has no products of bytes.
-    LinearRunner(const Kernels& kernels, ThreadPool& pool, int activation_bits = 32);
+    // `deterministic`: a row's result does not depend on the rows beside it.
+    LinearRunner(const Kernels& kernels, ThreadPool& pool, int activation_bits = 32,
+                 bool deterministic = false);
 
     // y [rows, N] = x [rows, K] w^T + bias, both contiguous
     void operator()(const Linear& w, const float* x, int rows, float* y);
@@ -31,7 +33,7 @@ class LinearRunner {
     const Kernels& k_;
     ThreadPool& pool_;
     const Int8Kernels* int8_;  // null: fp32
-    bool two_bytes_;
+    bool two_bytes_, deterministic_;
     std::vector<float> gathered_;             // activations in a linear's own order
     std::vector<float> permuted_;             // activations in w4 order
     std::vector<std::vector<float>> panels_;  // per worker: a panel of the weight in fp32

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from native_engine import Native, store_of, tiny_llama
 from test_native_scheduling import prompt, settled
 from test_native_states import MODEL
 
 from turbomill import _core
+from turbomill.engine.config import EngineConfig
+from turbomill.engine.turbomind import TurbomindEngine, tensor_refs
+from turbomill.errors import UsageError
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +80,52 @@ def test_a_sleeping_cache_holds_no_memory(store: Any) -> None:
         assert before - resident() > 200 * (1 << 18) * 0.8
         engine.engine.wake()
         assert len(engine.generate(prompt(20), 5)) == 5
+
+
+def refs(store: Any) -> list[Any]:
+    return tensor_refs(store, _core)
+
+
+@pytest.mark.parametrize("state", ["running", "paused", "asleep"])
+def test_new_weights_without_a_new_engine(store: Any, state: str, tmp_path: Path) -> None:
+    """What came before is of the old weights, what comes after of the new, whatever the cache remembers."""
+    tiny_llama(tmp_path / "other", seed=5)
+    other = store_of(tmp_path / "other")
+    with Native(other) as engine:
+        expected = engine.generate(prompt(150), 40)
+    with Native(store) as engine:
+        before = engine.generate(prompt(150), 40)
+        assert before != expected
+        if state != "running":
+            engine.engine.pause() if state == "paused" else engine.engine.sleep(2)
+        engine.engine.update(refs(other))
+        assert engine.engine.metrics().paused == (state != "running")
+        if state != "running":
+            engine.engine.resume() if state == "paused" else engine.engine.wake()
+        assert engine.generate(prompt(150), 40) == expected
+        running = engine.submit(prompt(100, seed=1), 300)
+        engine.engine.update(refs(store))
+        assert len(engine.tokens(running)) == 300  # it went on
+        assert engine.generate(prompt(150), 40) == before
+        with pytest.raises(RuntimeError, match=r"norm\.weight"):
+            engine.engine.update([ref for ref in refs(store) if ref.name != "norm.weight"])
+        assert engine.generate(prompt(150), 40) == before
+        assert settled(engine)["healthy"]
+
+
+def test_new_weights_must_be_of_the_same_form(store: Any, tmp_path: Path) -> None:
+    tiny_llama(tmp_path / "small", vocab_size=300)
+    tiny_llama(tmp_path / "half", torch.float16)
+    small, half = store_of(tmp_path / "small"), store_of(tmp_path / "half")
+    ids = prompt(20)
+    with TurbomindEngine(store, EngineConfig(device="cpu", session_len=128)) as engine:
+        before = asyncio.run(engine.logits(ids))
+        with pytest.raises(UsageError, match=r"another model \(vocab_size differ\)"):
+            engine.update_params(small)
+        with pytest.raises(UsageError, match=r"is stored in another form"):
+            engine.update_params(half.path)
+        engine.update_params(store.path)
+        assert np.array_equal(asyncio.run(engine.logits(ids)), before)
 
 
 def test_sleep_checks_its_level_and_close_ends_a_pause(store: Any) -> None:
