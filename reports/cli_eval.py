@@ -153,14 +153,14 @@ def kv(
 @click.option("--base-url", help="Ask this OpenAI-compatible server; MODEL then gives the tokenizer.")
 @click.option("--model-name", "served_name", help="Name at the server of --base-url.  [its first model]")
 @click.option("--list", "list_them", is_flag=True, help="Print the names of all tasks and groups.")
-@POLICY
+@kv_options
 @THREADS
 @OUTPUT
 def tasks(
     model: str | None,
     tasks: str,
     list_them: bool,
-    quant_policy: str,
+    kv: KvScheme,
     work_dir: Path | None,
     as_json: bool,
     **given: Any,
@@ -183,7 +183,7 @@ def tasks(
     if model is None:
         raise click.UsageError("Missing argument 'MODEL'.")
     names = tuple(name.strip() for name in tasks.split(","))
-    options = TaskOptions(tasks=names, quant_policy=int(quant_policy), **given)
+    options = TaskOptions(tasks=names, kv=kv, **given)
     run = evaluate_tasks(model, options, work_dir=work_dir)
     if as_json:
         rows = [row.model_dump(exclude={"items", "items_sha256"}) for row in run.tasks]
