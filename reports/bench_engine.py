@@ -155,9 +155,7 @@ def bench_engine(
     config = EngineConfig(
         session_len=longest,
         max_batch_size=max(load.batch for load in loads) * (2 if mixed else 1),
-        quant_policy=kv.quant_policy,
-        kv_rotation=kv.rotated,
-        kv_16bit_layers=kv.layers_16bit,
+        **kv.fields,
         num_threads=num_threads,
         enable_prefix_caching=False,  # rounds and loads begin alike, and every prompt is to be computed
     )

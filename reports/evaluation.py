@@ -56,9 +56,7 @@ class EvalOptions(TextOptions):
         return EngineConfig(
             session_len=self.window_len,
             max_batch_size=1,
-            quant_policy=kv.quant_policy,
-            kv_rotation=kv.rotated,
-            kv_16bit_layers=kv.layers_16bit,
+            **kv.fields,
             cache_dtype=self.cache_dtype,
             num_threads=self.num_threads,
             enable_prefix_caching=False,  # windows that overlap are still computed from their beginning

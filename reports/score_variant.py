@@ -71,8 +71,7 @@ def measure_decode(spec: VariantSpec, kv: KvScheme) -> float:
     config = EngineConfig(
         session_len=load.prompt_tokens + load.completion_tokens,
         max_batch_size=1,
-        quant_policy=kv.quant_policy,
-        kv_rotation=kv.rotated,
+        **kv.fields,
         num_threads=spec.num_threads,
     )
     with TurbomindEngine(store, config, reason="its speed is measured") as engine:

@@ -145,8 +145,8 @@ def _engine(store: Store, options: TaskOptions) -> AbstractContextManager[Turbom
     config = EngineConfig(
         session_len=options.session_len,
         max_batch_size=options.batch_size,
+        **options.kv.fields,
         num_threads=options.num_threads,
-        **options.kv.settings,
     )
     return TurbomindEngine(store, config, reason="it is scored")
 
@@ -182,7 +182,7 @@ async def _served(url: str) -> dict[str, Any]:
 
 def _key(store: Store, options: TaskOptions) -> str:
     """Names the answers by all that can change them; the questions are in each answer's own key."""
-    used = (options.kv.settings, options.session_len, options.add_bos_token, options.base_url)
+    used = (asdict(options.kv), options.session_len, options.add_bos_token, options.base_url)
     content = json.dumps([__version__, store.fingerprint, *used])
     return hashlib.sha256(content.encode()).hexdigest()[:32]
 
