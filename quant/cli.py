@@ -49,7 +49,8 @@ def calibration(dataset: str = "builtin", samples: int = 128, seqlen: int = 2048
             "--calib-dataset",
             default=dataset,
             show_default=True,
-            help="builtin, self or free (written by the model, after openings of the built-in text or after nothing), a .txt, .jsonl or .parquet file or folder, or "
+            help="builtin, self or free (written by the model, after openings of the built-in text or after "
+            "nothing), a .txt, .jsonl or .parquet file or folder, or "
             "wikitext2, c4, ptb, pileval, gsm8k, neuralmagic_calibration, open-platypus, openwebtext (hub). "
             "Several, joined by commas, share the samples.",
         ),
