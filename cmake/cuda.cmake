@@ -30,14 +30,20 @@ if(TURBOMILL_CUDA_FOUND)
   add_library(kernels_cuda OBJECT
     csrc/kernels/cuda/attention_any.cu
     csrc/kernels/cuda/attention_decode.cu
-    csrc/kernels/cuda/attention_decode_16.cu
+    csrc/kernels/cuda/attention_decode_plain.cu
+    csrc/kernels/cuda/attention_decode_k8v4.cu
+    csrc/kernels/cuda/attention_decode_e4m3.cu
+    csrc/kernels/cuda/attention_decode_e5m2.cu
     csrc/kernels/cuda/attention_decode_4.cu
     csrc/kernels/cuda/attention_decode_8.cu
     csrc/kernels/cuda/attention_prompt.cu
     csrc/kernels/cuda/attention_prompt_bf16.cu
     csrc/kernels/cuda/attention_prompt_f16.cu
     csrc/kernels/cuda/attention_tensor.cu
-    csrc/kernels/cuda/attention_tensor_16.cu
+    csrc/kernels/cuda/attention_tensor_plain.cu
+    csrc/kernels/cuda/attention_tensor_k8v4.cu
+    csrc/kernels/cuda/attention_tensor_e4m3.cu
+    csrc/kernels/cuda/attention_tensor_e5m2.cu
     csrc/kernels/cuda/attention_tensor_4.cu
     csrc/kernels/cuda/attention_tensor_8.cu
     csrc/kernels/cuda/elementwise.cu

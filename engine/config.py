@@ -10,9 +10,9 @@ from typing import Any
 
 from turbomill.engine.cache_size import CacheSize
 from turbomill.engine.grammar import Grammar, parse_response_format
+from turbomill.engine.kv_scheme import KvScheme, parse_quant_policy
 from turbomill.errors import UsageError
 
-QUANT_POLICIES = (0, 8, 4)
 CACHE_DTYPES = ("auto", "float32", "float16", "bfloat16")
 BACKENDS = ("turbomind",)
 MAX_SAMPLES = 128
@@ -51,7 +51,9 @@ class EngineConfig:
     max_prefill_token_num: int = 512  # token budget of one step; longer prompts are cut into chunks
     cache_max_entry_count: float | int | str = 0.8  # share of free memory, "20GiB", or a number of blocks
     cache_block_seq_len: int = 64  # P, tokens per KV block
-    quant_policy: int = 0  # bits of the KV cache: 0 keeps cache_dtype, 8 or 4 quantize
+    quant_policy: int | str = 0  # of the KV cache: 0 (cache_dtype), 8, 4, "k8v4", 16 (fp8 e4m3), 17 (e5m2)
+    kv_rotation: bool | None = None  # store K and V rotated; None: as the policy does best
+    kv_16bit_layers: tuple[int, ...] = ()  # layers that keep cache_dtype whatever the policy
     cache_dtype: str = "auto"  # "auto": the model's own dtype
     device: str = "auto"  # "cpu", "cuda" or "cuda:N"; "auto": a GPU when the core can use one, else the CPU
     num_threads: int = 0  # 0: every core the process may run on
@@ -79,13 +81,19 @@ class EngineConfig:
             "auto, cpu, cuda or cuda:N",
         )
         for name, allowed in (
-            ("quant_policy", QUANT_POLICIES),
             ("cache_dtype", CACHE_DTYPES),
             ("cpu_activations", CPU_ACTIVATIONS),
             ("backend", BACKENDS),
         ):
             value = getattr(self, name)
             require(value in allowed, name, value, f"one of {', '.join(str(a) for a in allowed)}")
+        object.__setattr__(self, "quant_policy", self.kv.quant_policy)
+        object.__setattr__(self, "kv_16bit_layers", self.kv.layers_16bit)
+
+    @property
+    def kv(self) -> KvScheme:
+        """How the KV cache stores keys and values."""
+        return KvScheme(parse_quant_policy(self.quant_policy), self.kv_rotation, tuple(self.kv_16bit_layers))
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,47 @@ from typing import Any
 import rich_click as click
 
 from turbomill.engine.config import BACKENDS, CPU_ACTIVATIONS, EngineConfig
+from turbomill.engine.kv_scheme import QUANT_POLICIES, KvScheme, parse_layers, parse_quant_policy
 
 DEFAULTS = EngineConfig()
+
+KV_OPTIONS = (
+    click.option(
+        "--quant-policy",
+        type=click.Choice(list(QUANT_POLICIES)),
+        default="0",
+        show_default=True,
+        help="KV cache: 0 keeps the model's dtype; 8, 4: bits; k8v4: K in 8 bits, V in 4; "
+        "16, 17: fp8 e4m3, e5m2.",
+    ),
+    click.option(
+        "--kv-rotation/--no-kv-rotation",
+        default=None,
+        help="Rotate K and V (Walsh-Hadamard) before they are stored.  [with 4 bits in K or V]",
+    ),
+    click.option(
+        "--kv-16bit-layers",
+        default="",
+        metavar="I,J,...",
+        help="Layers whose keys and values keep the model's dtype.",
+    ),
+)
+
+
+def kv_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the KV cache's options to a command, which receives them as one `kv: KvScheme`."""
+
+    @wraps(command)
+    def with_scheme(
+        *, quant_policy: str, kv_rotation: bool | None, kv_16bit_layers: str, **others: Any
+    ) -> Any:
+        kv = KvScheme(parse_quant_policy(quant_policy), kv_rotation, parse_layers(kv_16bit_layers))
+        return command(kv=kv, **others)
+
+    for option in reversed(KV_OPTIONS):
+        with_scheme = option(with_scheme)
+    return with_scheme
+
 
 ENGINE_OPTIONS = (
     click.option(
@@ -35,13 +74,6 @@ ENGINE_OPTIONS = (
         default=str(DEFAULTS.cache_max_entry_count),
         show_default=True,
         help="KV cache: a share of free memory, a size such as 20GiB, or a number of blocks.",
-    ),
-    click.option(
-        "--quant-policy",
-        type=click.Choice(["0", "8", "4"]),
-        default="0",
-        show_default=True,
-        help="Bits of the KV cache; 0 keeps the model's dtype.",
     ),
     click.option(
         "--device",
@@ -88,7 +120,7 @@ def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
         max_batch_size: int,
         max_prefill_token_num: int,
         cache_max_entry_count: str,
-        quant_policy: str,
+        kv: KvScheme,
         device: str,
         num_threads: int,
         cpu_activations: str,
@@ -104,7 +136,9 @@ def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
             max_batch_size=max_batch_size,
             max_prefill_token_num=max_prefill_token_num,
             cache_max_entry_count=cache_max_entry_count,
-            quant_policy=int(quant_policy),
+            quant_policy=kv.quant_policy,
+            kv_rotation=kv.rotation,
+            kv_16bit_layers=kv.layers_16bit,
             device=device,
             num_threads=num_threads,
             cpu_activations=cpu_activations,
@@ -116,6 +150,7 @@ def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
         )
         return command(config=config, **others)
 
+    decorated = kv_options(with_config)
     for option in reversed(ENGINE_OPTIONS):
-        with_config = option(with_config)
-    return with_config
+        decorated = option(decorated)
+    return decorated

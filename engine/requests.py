@@ -58,11 +58,12 @@ class GenerationOutput:
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """Which engine was chosen, what it runs on, and why."""
+    """Which engine was chosen, what it runs on, why, and how it stores keys and values."""
 
     name: str
     backend: str
     reason: str
+    kv_cache: str = ""
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,9 @@ class TurbomindEngine:
         self._prompts = PromptEncoder(_tokenizer(self.store), self.store.model["vocab_size"])
         self._session_len = self._choose_session_len()
         self._device, chosen = resolve_device(self.config.device, self._core)
-        self.info = EngineInfo("turbomind", self._device, reason)
+        if self.config.kv_16bit_layers:
+            self.config.kv.check_layers(self.store.model["num_layers"])
+        self.info = EngineInfo("turbomind", self._device, reason, self.config.kv.describe(self._cache_dtype))
         logger.info("device %s: %s", self._device, chosen)
         if self.config.deterministic and self._device != "cpu":
             raise UsageError(f"deterministic is for the device cpu, and this is {self._device}")
@@ -102,6 +104,10 @@ class TurbomindEngine:
             logger.info("sessions of up to %d tokens: RoPE with the %s-context factors", session_len, kind)
         return session_len
 
+    @property
+    def _cache_dtype(self) -> str:
+        return self.store.manifest["dtype"] if self.config.cache_dtype == "auto" else self.config.cache_dtype
+
     def _start(self) -> _core.Engine:
         core, config, store = self._core, self.config, self.store
         try:
@@ -122,8 +128,8 @@ class TurbomindEngine:
             "session_len": self._session_len,
             "max_prefill_token_num": config.max_prefill_token_num,
             "block_len": config.cache_block_seq_len,
-            "quant_policy": config.quant_policy,
-            "cache_dtype": store.manifest["dtype"] if config.cache_dtype == "auto" else config.cache_dtype,
+            **config.kv.settings,
+            "cache_dtype": self._cache_dtype,
         }
         block_bytes = core.cache_block_bytes(model, core.EngineConfig(**settings, cache_block_count=1))
         weight_bytes = sum(tensor.nbytes for tensor in store.tensors.values())
@@ -151,7 +157,7 @@ class TurbomindEngine:
             self._session_len,
             blocks,
             config.cache_block_seq_len,
-            f"int{config.quant_policy}" if config.quant_policy else settings["cache_dtype"],
+            config.kv.describe(settings["cache_dtype"]),
             show_bytes(blocks * block_bytes),
         )
         return engine

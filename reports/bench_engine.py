@@ -14,6 +14,7 @@ from pathlib import Path
 from turbomill import console
 from turbomill.engine.base import AsyncEngine
 from turbomill.engine.config import EngineConfig, GenerationConfig
+from turbomill.engine.kv_scheme import KvScheme
 from turbomill.engine.stores import open_model
 from turbomill.engine.turbomind import TurbomindEngine
 from turbomill.errors import UsageError
@@ -131,7 +132,7 @@ def bench_engine(
     *,
     rounds: int = 3,
     warmup: int = 1,
-    quant_policy: int = 0,
+    kv: KvScheme | None = None,
     num_threads: int = 0,
     seed: int = 0,
     mixed: bool = False,
@@ -141,6 +142,7 @@ def bench_engine(
     for name, value, low in (("test-round", rounds, 1), ("warmup-round", warmup, 0)):
         if value < low:
             raise UsageError(f"--{name} {value}: expected at least {low}")
+    kv = kv or KvScheme()
     if work_dir is not None:
         check_run_dir(work_dir)
     store = open_model(model)
@@ -153,7 +155,7 @@ def bench_engine(
     config = EngineConfig(
         session_len=longest,
         max_batch_size=max(load.batch for load in loads) * (2 if mixed else 1),
-        quant_policy=quant_policy,
+        **kv.fields,
         num_threads=num_threads,
         enable_prefix_caching=False,  # rounds and loads begin alike, and every prompt is to be computed
     )
@@ -170,7 +172,7 @@ def bench_engine(
     settings = {
         "rounds": rounds,
         "warmup": warmup,
-        "quant_policy": quant_policy,
+        **kv.settings,
         "num_threads": num_threads,
         "seed": seed,
     }

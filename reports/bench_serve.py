@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from turbomill import console
+from turbomill.engine.kv_scheme import KvScheme
 from turbomill.engine.stores import open_model
 from turbomill.errors import TurbomillError, UsageError
 from turbomill.reports.latency import RequestResult, summarize
@@ -141,7 +142,7 @@ def bench_serve(
     base_url: str | None = None,
     served_name: str | None = None,
     api_key: str | None = None,
-    quant_policy: int = 0,
+    kv: KvScheme | None = None,
     num_threads: int = 0,
     work_dir: Path | None = None,
     slo: Slo | None = None,
@@ -191,7 +192,7 @@ def bench_serve(
                     f"context is {store.context_length} tokens"
                 )
             options = replace(options, vocab_size=store.model["vocab_size"])
-            arguments = ["--session-len", str(room), "--quant-policy", str(quant_policy)]
+            arguments = ["--session-len", str(room), *(kv or KvScheme()).options]
             arguments += ["--num-threads", str(num_threads)]
             served_name = Path(model).name or "model"
             base_url = stack.enter_context(server(str(store.path), served_name, arguments))

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 import rich_click as click
 
 from turbomill.commands import SETTINGS
-from turbomill.reports.cli_options import OUTPUT, POLICY, THREADS, IntList
+from turbomill.engine.kv_scheme import KvScheme
+from turbomill.engine.options import kv_options
+from turbomill.reports.cli_options import OUTPUT, THREADS, IntList
 
 if TYPE_CHECKING:
     from turbomill.reports.load_shapes import Distribution
@@ -33,7 +35,7 @@ def bench() -> None:
     "--mixed", is_flag=True, help="Also while so many sequences decode and as many prompts more are read."
 )
 @click.option("--seed", default=0, show_default=True, help="Of the random prompts.")
-@POLICY
+@kv_options
 @THREADS
 @OUTPUT
 def engine(
@@ -43,7 +45,7 @@ def engine(
     completion_tokens: tuple[int, ...],
     test_round: int,
     warmup_round: int,
-    quant_policy: str,
+    kv: KvScheme,
     as_json: bool,
     **given: Any,
 ) -> None:
@@ -54,9 +56,7 @@ def engine(
 
     console.setup_logging()
     loads = [Load(b, p, c) for p in prompt_tokens for c in completion_tokens for b in concurrency]
-    run = bench_engine(
-        model, loads, rounds=test_round, warmup=warmup_round, quant_policy=int(quant_policy), **given
-    )
+    run = bench_engine(model, loads, rounds=test_round, warmup=warmup_round, kv=kv, **given)
     if as_json:
         console.emit_json(
             {
@@ -141,7 +141,7 @@ def engine(
     help="With --base-url, random prompts are token ids below this.",
 )
 @click.option("--seed", default=0, show_default=True, help="Of the prompts and of the Poisson process.")
-@POLICY
+@kv_options
 @THREADS
 @OUTPUT
 def serve(
@@ -155,7 +155,7 @@ def serve(
     length_distribution: Distribution,
     random_prefix_len: int,
     num_turns: int,
-    quant_policy: str,
+    kv: KvScheme,
     num_threads: int,
     work_dir: Path | None,
     as_json: bool,
@@ -188,7 +188,7 @@ def serve(
         base_url=base_url,
         served_name=served_name,
         api_key=api_key,
-        quant_policy=int(quant_policy),
+        kv=kv,
         num_threads=num_threads,
         work_dir=work_dir,
         slo=Slo.parse(goodput),

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 import rich_click as click
 
 from turbomill.commands import SETTINGS
-from turbomill.reports.cli_options import OUTPUT, POLICY, TEXT, THREADS
+from turbomill.engine.kv_scheme import KvScheme
+from turbomill.engine.options import kv_options
+from turbomill.reports.cli_options import OUTPUT, TEXT, THREADS
 
 if TYPE_CHECKING:
     from turbomill.reports.evaluation import EvalOptions
@@ -24,13 +26,13 @@ def evaluate() -> None:
 @evaluate.command()
 @click.argument("model")
 @TEXT
-@POLICY
+@kv_options
 @THREADS
 @OUTPUT
 def ppl(
     model: str,
     reference: str | None,
-    quant_policy: str,
+    kv: KvScheme,
     work_dir: Path | None,
     as_json: bool,
     **given: Any,
@@ -45,7 +47,7 @@ def ppl(
 
     console.setup_logging()
     options = _eval_options(given)
-    run = evaluate_ppl(model, options, reference=reference, quant_policy=int(quant_policy), work_dir=work_dir)
+    run = evaluate_ppl(model, options, reference=reference, kv=kv, work_dir=work_dir)
     assert run.model is not None and run.score is not None
     if as_json:
         console.emit_json(_ppl_json(run))
@@ -58,7 +60,12 @@ def ppl(
 @evaluate.command()
 @click.argument("model", metavar="STORE")
 @TEXT
-@click.option("--policies", default="0,8,4", show_default=True, help="The caches to measure, beside 0.")
+@click.option(
+    "--policies",
+    default="0,16,8,k8v4r,4,4r",
+    show_default=True,
+    help="The caches to measure, beside 0, as --quant-policy spells them; r: rotated.",
+)
 @click.option("--items", default=3, show_default=True, help="Of each task at each length.  [0: no tasks]")
 @click.option("--gpu", help="H200, 80GiB, ...: how many sequences of --window-len tokens fit there.")
 @click.option(
@@ -146,14 +153,14 @@ def kv(
 @click.option("--base-url", help="Ask this OpenAI-compatible server; MODEL then gives the tokenizer.")
 @click.option("--model-name", "served_name", help="Name at the server of --base-url.  [its first model]")
 @click.option("--list", "list_them", is_flag=True, help="Print the names of all tasks and groups.")
-@POLICY
+@kv_options
 @THREADS
 @OUTPUT
 def tasks(
     model: str | None,
     tasks: str,
     list_them: bool,
-    quant_policy: str,
+    kv: KvScheme,
     work_dir: Path | None,
     as_json: bool,
     **given: Any,
@@ -176,7 +183,7 @@ def tasks(
     if model is None:
         raise click.UsageError("Missing argument 'MODEL'.")
     names = tuple(name.strip() for name in tasks.split(","))
-    options = TaskOptions(tasks=names, quant_policy=int(quant_policy), **given)
+    options = TaskOptions(tasks=names, kv=kv, **given)
     run = evaluate_tasks(model, options, work_dir=work_dir)
     if as_json:
         rows = [row.model_dump(exclude={"items", "items_sha256"}) for row in run.tasks]

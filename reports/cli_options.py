@@ -75,11 +75,4 @@ TEXT = options(
         help="Also the calibration's own text, and a reference of another shape.",
     ),
 )
-POLICY = click.option(
-    "--quant-policy",
-    type=click.Choice(["0", "8", "4"]),
-    default="0",
-    show_default=True,
-    help="Bits of the KV cache; 0 keeps the model's dtype.",
-)
 THREADS = click.option("--num-threads", type=click.IntRange(0), default=0, help="CPU threads.  [every core]")

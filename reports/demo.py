@@ -41,7 +41,7 @@ class DemoOptions:
     dataset: str = "builtin"
     windows: int = 8
     window_len: int = 512
-    policies: tuple[int, ...] = (0, 8, 4)
+    policies: tuple[str, ...] = ("16", "8", "4r")
     rounds: int = 3
     num_threads: int = 0
     max_tokens: int = 48

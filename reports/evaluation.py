@@ -20,6 +20,7 @@ from turbomill.convert.source import kind_of, resolve_model
 from turbomill.convert.store import Store
 from turbomill.convert.writer import MARKER
 from turbomill.engine.config import EngineConfig
+from turbomill.engine.kv_scheme import KvScheme
 from turbomill.engine.stores import cache_dir
 from turbomill.engine.turbomind import TurbomindEngine
 from turbomill.errors import UsageError
@@ -50,12 +51,12 @@ class EvalOptions(TextOptions):
     cache_dtype: str = "auto"
     cache: Path = field(default_factory=lambda: cache_dir() / "reference")
 
-    def engine_config(self, quant_policy: int) -> EngineConfig:
+    def engine_config(self, kv: KvScheme) -> EngineConfig:
         """One window at a time."""
         return EngineConfig(
             session_len=self.window_len,
             max_batch_size=1,
-            quant_policy=quant_policy,
+            **kv.fields,
             cache_dtype=self.cache_dtype,
             num_threads=self.num_threads,
             enable_prefix_caching=False,  # windows that overlap are still computed from their beginning
@@ -126,7 +127,7 @@ class References:
         engine = {"quant_policy": 0, "cache_dtype": options.cache_dtype}
         key = reference_key(store.fingerprint, cut.fingerprint, engine, __version__)
         self.store, self.cut = store, cut
-        self._config = options.engine_config(0)
+        self._config = options.engine_config(KvScheme())
         self._cache = ReferenceCache(options.cache / key)
 
     def prepare(self) -> None:
@@ -185,9 +186,9 @@ def journal_of(
     reference: Store | None,
     cut: EvalWindows,
     options: EvalOptions,
-    policies: Sequence[int],
+    schemes: Sequence[KvScheme],
 ) -> Journal:
-    """Of scoring `store` under these KV policies, each of which is a part of it."""
+    """Of scoring `store` under these KV schemes, each of which is a part of it."""
     return Journal.of(
         options.cache,
         store=store.fingerprint,
@@ -195,7 +196,7 @@ def journal_of(
         windows=cut.fingerprint,
         stride=cut.stride,
         cache_dtype=options.cache_dtype,
-        policies=list(policies),
+        policies=[kv.settings for kv in schemes],
     )
 
 

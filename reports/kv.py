@@ -12,6 +12,7 @@ from turbomill import console
 from turbomill.calib_data import Windows
 from turbomill.convert.store import Store
 from turbomill.engine.config import EngineConfig
+from turbomill.engine.kv_scheme import KvScheme
 from turbomill.engine.stores import open_model
 from turbomill.engine.turbomind import TurbomindEngine
 from turbomill.errors import TurbomillError, UsageError
@@ -26,10 +27,10 @@ from turbomill.reports.evaluation import (
     score,
 )
 from turbomill.reports.journal import Journal
-from turbomill.reports.kv_policies import POLICIES
+from turbomill.reports.kv_policies import EVALUATED, POLICIES
 from turbomill.reports.kv_stats import measure_kv
 from turbomill.reports.memory import shape_of
-from turbomill.reports.plan import Demand, plan
+from turbomill.reports.plan import Demand, fit_scheme
 from turbomill.reports.probes import ProbeScores, run_probes
 from turbomill.reports.runs import (
     ByLength,
@@ -44,7 +45,7 @@ from turbomill.reports.runs import (
 )
 from turbomill.reports.scores import by_context
 from turbomill.reports.text import load_eval_windows
-from turbomill.reports.verdict import Thresholds, conclude, judge
+from turbomill.reports.verdict import Thresholds, conclude, judge, sensitive_layers
 
 logger = logging.getLogger("turbomill.reports")
 
@@ -57,7 +58,7 @@ SHORTEST = 256
 class KvOptions:
     """What is measured beside perplexity, and how it is judged."""
 
-    policies: tuple[int, ...] = tuple(POLICIES)
+    policies: tuple[str, ...] = EVALUATED
     items: int = 3  # of each task, at each length (and depth); 0: no tasks
     rounds: int = 3  # of the decode measurement
     sensitivity: bool = True
@@ -71,11 +72,6 @@ class KvOptions:
             raise UsageError(f"--test-round {self.rounds}: expected at least 1")
 
 
-def bits_name(quant_policy: int) -> str:
-    """Bits per element as reports call them: policy 0 keeps 16."""
-    return POLICIES[quant_policy].name
-
-
 def context_lengths(longest: int) -> list[int]:
     """256, 512, ... up to `longest` tokens, which is always the last."""
     lengths = []
@@ -86,7 +82,7 @@ def context_lengths(longest: int) -> list[int]:
     return [*lengths, longest]
 
 
-def bytes_per_token(store: Store, quant_policy: int, cache_dtype: str = "auto") -> float:
+def bytes_per_token(store: Store, kv: KvScheme, cache_dtype: str = "auto") -> float:
     """Bytes one token takes in the KV cache, all layers, scales and zeros included, by the native engine."""
     from turbomill import _core
 
@@ -98,20 +94,27 @@ def bytes_per_token(store: Store, quant_policy: int, cache_dtype: str = "auto") 
         max_prefill_token_num=block,
         block_len=block,
         cache_block_count=1,
-        quant_policy=quant_policy,
+        **kv.settings,
         cache_dtype=store.manifest["dtype"] if cache_dtype == "auto" else cache_dtype,
     )
     return _core.cache_block_bytes(_core.ModelConfig(**store.model), config) / block
 
 
 def kv_policy(
-    store: Store, quant_policy: int, result: Score, decode_tok_s: float | None, cache_dtype: str = "auto"
+    store: Store,
+    name: str,
+    kv: KvScheme,
+    result: Score,
+    decode_tok_s: float | None,
+    cache_dtype: str = "auto",
 ) -> KvPolicy:
     """A row of the table."""
-    nbytes = bytes_per_token(store, quant_policy, cache_dtype)
+    nbytes = bytes_per_token(store, kv, cache_dtype)
     return KvPolicy(
-        name=bits_name(quant_policy),
-        quant_policy=quant_policy,
+        name=name,
+        quant_policy=kv.quant_policy,
+        rotation=kv.rotated,
+        layers_16bit=list(kv.layers_16bit),
         bytes_per_token=nbytes,
         bits_per_token=8 * nbytes,
         ppl=result.ppl,
@@ -156,14 +159,19 @@ def evaluate_kv(
         windows=cut.describe(),
     )
     rows: list[KvPolicy] = []
-    journal = journal_of(store, reference_store, cut, options, kv.policies)
+    schemes = {name: POLICIES[name].scheme for name in kv.policies}
+    journal = journal_of(store, reference_store, cut, options, list(schemes.values()))
     try:
         references = References(reference_store, cut, options)
         references.prepare()
         layers = _sensitivity(store, cut) if kv.sensitivity else []
-        for policy in kv.policies:
-            rows.append(_measure(model, store, policy, cut, references, options, kv, journal))
+        for name, scheme in schemes.items():
+            rows.append(_measure(model, store, name, scheme, cut, references, options, kv, journal))
         rows = _judged(rows, layers, kv.thresholds)
+        if (more := mixed_scheme(store, rows, layers, kv.thresholds, options.cache_dtype)) is not None:
+            name = f"4r+{len(more.layers_16bit)}"
+            rows.append(_measure(model, store, name, more, cut, references, options, kv, journal))
+            rows = _judged(rows, layers, kv.thresholds)
         verdict, recommended = conclude(rows)
         run = run.model_copy(update={"kv_layers": layers, "verdict": verdict, "recommended": recommended})
     except TurbomillError as error:
@@ -180,7 +188,8 @@ def evaluate_kv(
 def _measure(
     model: str,
     store: Store,
-    policy: int,
+    policy: str,
+    scheme: KvScheme,
     cut: Windows,
     references: References,
     options: EvalOptions,
@@ -188,11 +197,11 @@ def _measure(
     journal: Journal,
 ) -> KvPolicy:
     """One policy's row, not judged yet."""
-    name = f"{model} KV {bits_name(policy)}"
-    with TurbomindEngine(store, options.engine_config(policy), reason="it is scored") as engine:
+    name = f"{model} KV {policy}"
+    with TurbomindEngine(store, options.engine_config(scheme), reason="it is scored") as engine:
         load = decode_load(store, options.window_len)
         speed = measure(engine, load, store.model["vocab_size"], rounds=kv.rounds)
-        tally = score(engine, cut, references, name, journal, f"policy{policy}")
+        tally = score(engine, cut, references, name, journal, f"policy-{policy}")
         lengths = context_lengths(options.window_len)
         tokenizer = store.tokenizer() if kv.items else None
         probes = [_no_probes() for _ in lengths]
@@ -201,12 +210,12 @@ def _measure(
                 for i, length in enumerate(lengths):
                     probes[i] = run_probes(engine, tokenizer, length, kv.items)
                     task.advance(note=f"{length} tokens")
-    row = kv_policy(store, policy, tally.score(), speed.decode_tok_s, options.cache_dtype)
+    row = kv_policy(store, policy, scheme, tally.score(), speed.decode_tok_s, options.cache_dtype)
     contexts = by_context(tally.results, lengths)
     sequences = None
     if kv.memory is not None:
-        fits = plan(shape_of(str(store.path)), Demand(kv.memory, options.window_len))
-        sequences = next(fit.sequences for fit in fits if fit.quant_policy == policy)
+        demand = Demand(kv.memory, options.window_len)
+        sequences = fit_scheme(shape_of(str(store.path)), demand, scheme).sequences
     return row.model_copy(
         update={
             "by_length": [
@@ -218,6 +227,29 @@ def _measure(
             "sequences": sequences,
         }
     )
+
+
+def mixed_scheme(
+    store: Store,
+    rows: Sequence[KvPolicy],
+    layers: Sequence[LayerKv],
+    thresholds: Thresholds,
+    cache_dtype: str = "auto",
+) -> KvScheme | None:
+    """Rotated int4 with the layers kept in 16 bits that make it safe, as their sensitivity has it.
+
+    None when it is safe as it is, was not measured, or would take more than the smallest safe cache.
+    """
+    nibbles = next((row for row in rows if row.name == "4r"), None)
+    base = next(row for row in rows if row.quant_policy == 0)
+    if nibbles is None or nibbles.verdict == "safe" or not layers:
+        return None
+    kept = sensitive_layers(nibbles, base, layers, thresholds)
+    if not kept:
+        return None
+    scheme = KvScheme(nibbles.quant_policy, True, kept)
+    smallest = min(row.bytes_per_token for row in rows if row.verdict == "safe")
+    return scheme if bytes_per_token(store, scheme, cache_dtype) < smallest else None
 
 
 def _no_probes() -> ProbeScores:

@@ -25,7 +25,7 @@ from turbomill.convert.wrapped import WrappedCheckpoint
 from turbomill.quant.decoder import StreamedDecoder
 from turbomill.reports.runs import LayerKv
 
-BITS = (8, 4)
+KINDS = ("8", "4", "4r")
 NAME = "turbomill_kv_statistics"  # of the attention registered with transformers
 
 
@@ -38,13 +38,35 @@ def rounded(x: Tensor, bits: int) -> Tensor:
     return codes * scale + zero
 
 
+def rotated(x: Tensor) -> Tensor:
+    """x [..., D] by the cache's rotation, its own inverse: Walsh-Hadamard in blocks of a power of two."""
+    d = x.shape[-1]
+    block = d & -d
+    y = x.reshape(*x.shape[:-1], d // block, block)
+    width = 1
+    while width < block:
+        pairs = y.reshape(*y.shape[:-1], block // (2 * width), 2, width)
+        a, b = pairs.unbind(-2)
+        y = torch.stack([a + b, a - b], -2).reshape(y.shape)
+        width *= 2
+    return (y / block**0.5).reshape(x.shape)
+
+
+def stored(x: Tensor, kind: str, centred: bool = False) -> Tensor:
+    """x [B, N, T, D] as a cache of this kind gives it back; `centred`: less its mean while it is stored."""
+    if kind != "4r":
+        return rounded(x, int(kind))
+    mean = x.mean(-2, keepdim=True) if centred else torch.zeros_like(x[..., :1, :])
+    return rotated(rounded(rotated(x - mean), 4)) + mean
+
+
 @dataclass
 class KvStats:
     """One layer's sums over all windows."""
 
     absmax: Tensor | None = None  # [Nkv, D] of K, as cached: behind RoPE
     energy: float = 0.0
-    errors: dict[tuple[str, int], float] = field(default_factory=dict)
+    errors: dict[tuple[str, str], float] = field(default_factory=dict)
 
     def row(self, layer: int) -> LayerKv:
         """For the report. Errors are relative to the output's energy."""
@@ -55,8 +77,8 @@ class KvStats:
             layer=layer,
             k_absmax=float(self.absmax.max()),
             k_outlier=float((self.absmax.amax(-1) / medians).max()),
-            k_error={str(bits): errors["k", bits] for bits in BITS},
-            v_error={str(bits): errors["v", bits] for bits in BITS},
+            k_error={kind: errors["k", kind] for kind in KINDS},
+            v_error={kind: errors["v", kind] for kind in KINDS},
         )
 
 
@@ -72,11 +94,12 @@ def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mas
     own: Any = ALL_ATTENTION_FUNCTIONS[base] if base != "eager" else vars(eager)["eager_attention_forward"]
     exact = own(module, query, key, value, mask, **kwargs)
     stats.energy += float(exact[0].square().sum(dtype=torch.float64))
-    for bits in BITS:
-        for kind, k, v in (("k", rounded(key, bits), value), ("v", key, rounded(value, bits))):
+    centred = not kwargs.get("softcap")  # what a constant in all scores does to a softcap is not nothing
+    for kind in KINDS:
+        for side, k, v in (("k", stored(key, kind, centred), value), ("v", key, stored(value, kind))):
             other = own(module, query, k, v, mask, **kwargs)[0]
             error = float((other - exact[0]).square().sum(dtype=torch.float64))
-            stats.errors[kind, bits] = stats.errors.get((kind, bits), 0.0) + error
+            stats.errors[side, kind] = stats.errors.get((side, kind), 0.0) + error
     absmax = key.abs().amax(dim=(0, 2)).cpu()  # [Nkv, D]
     stats.absmax = absmax if stats.absmax is None else torch.maximum(stats.absmax, absmax)
     return exact

@@ -72,7 +72,7 @@ class Peer:
 
 def main() -> None:
     """The command."""
-    import llama_cpp
+    import llama_cpp  # pyright: ignore[reportMissingImports]  # in the peer's environment alone
 
     quiet = llama_cpp.llama_log_callback(lambda _level, _text, _data: None)
     llama_cpp.llama_log_set(quiet, ctypes.c_void_p(0))

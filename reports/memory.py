@@ -8,7 +8,7 @@ hold it to the store's real bytes and the engine's real block count.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -19,7 +19,7 @@ from turbomill.convert.store import open_store
 from turbomill.convert.store.layout import padded, stored_group
 from turbomill.engine.cache_size import SIZE, UNITS
 from turbomill.errors import CheckpointError, UsageError
-from turbomill.reports.kv_policies import POLICIES
+from turbomill.reports.kv_policies import POLICIES, CachePolicy
 
 MIB = 1 << 20
 # Total memory, in MiB, about as the driver reports it.
@@ -65,10 +65,11 @@ class Shape:
     head_dim: int
     weights: Mapping[str, int]  # scheme's name -> bytes
 
-    def kv_bytes_per_token(self, quant_policy: int) -> int:
+    def kv_bytes_per_token(self, policy: CachePolicy, layers_16bit: Sequence[int] = ()) -> int:
         """K and V of all layers: 16 bits each, or codes with an fp16 scale and zero for each head."""
-        row = POLICIES[quant_policy].bytes_of_head(self.head_dim)
-        return self.num_layers * self.num_kv_heads * row
+        kept = len(layers_16bit)
+        coded, plain = (p.bytes_of_head(self.head_dim) for p in (policy, POLICIES["16"]))
+        return self.num_kv_heads * ((self.num_layers - kept) * coded + kept * plain)
 
 
 def shape_of(model: str, group: int = 128) -> Shape:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+from turbomill.engine.kv_scheme import KvScheme
 from turbomill.engine.stores import open_model
 from turbomill.engine.turbomind import TurbomindEngine
 from turbomill.errors import TurbomillError
@@ -30,13 +31,14 @@ def evaluate_ppl(
     options: EvalOptions,
     *,
     reference: str | None = None,
-    quant_policy: int = 0,
+    kv: KvScheme | None = None,
     work_dir: Path | None = None,
 ) -> Run:
     """Score MODEL; with `work_dir`, leave the run there, also a failed one.
 
     Without `reference`, the model that MODEL was quantized from is used where its makers recorded it.
     """
+    kv = kv or KvScheme()
     if work_dir is not None:
         check_run_dir(work_dir)
     store = open_model(model)
@@ -50,18 +52,18 @@ def evaluate_ppl(
     cut = load_eval_windows(store, options, made.get("calibration"))
     run = new_run(
         "ppl",
-        describe_options(options, quant_policy=quant_policy),
+        describe_options(options, **kv.settings),
         model=model_card(model, store),
         reference=reference_store and model_card(str(reference), reference_store),
         windows=cut.describe(),
     )
-    journal = journal_of(store, reference_store, cut, options, [quant_policy])
+    journal = journal_of(store, reference_store, cut, options, [kv])
     try:
         references = None if reference_store is None else References(reference_store, cut, options)
         if references is not None:
             references.prepare()
-        with TurbomindEngine(store, options.engine_config(quant_policy), reason="it is scored") as engine:
-            part = f"policy{quant_policy}"
+        with TurbomindEngine(store, options.engine_config(kv), reason="it is scored") as engine:
+            part = f"policy{kv.quant_policy}"
             result = score(engine, cut, references, model, journal, part).score()
         run = run.model_copy(update={"score": with_worst(result, cut, store.tokenizer())})
     except TurbomillError as error:

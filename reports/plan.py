@@ -8,8 +8,9 @@ from typing import Any
 
 from turbomill.engine.cache_size import CacheSize
 from turbomill.engine.config import EngineConfig
+from turbomill.engine.kv_scheme import KvScheme
 from turbomill.errors import UsageError
-from turbomill.reports.kv_policies import POLICIES
+from turbomill.reports.kv_policies import PLANNED, POLICIES, policy_of
 from turbomill.reports.memory import Shape
 
 DEFAULTS = EngineConfig()
@@ -67,12 +68,26 @@ def plan(shape: Shape, demand: Demand) -> list[Fit]:
     return [
         _fit(shape, demand, weights, nbytes, policy)
         for weights, nbytes in shape.weights.items()
-        for policy in POLICIES
+        for policy in PLANNED
     ]
 
 
-def _fit(shape: Shape, demand: Demand, weights: str, weight_bytes: int, policy: int) -> Fit:
-    per_token = shape.kv_bytes_per_token(policy)
+def fit_scheme(shape: Shape, demand: Demand, kv: KvScheme) -> Fit:
+    """One KV scheme, with the first scheme of the weights."""
+    weights, nbytes = next(iter(shape.weights.items()))
+    return _fit(shape, demand, weights, nbytes, policy_of(kv).name, kv.layers_16bit)
+
+
+def _fit(
+    shape: Shape,
+    demand: Demand,
+    weights: str,
+    weight_bytes: int,
+    name: str,
+    layers_16bit: Sequence[int] = (),
+) -> Fit:
+    policy = POLICIES[name]
+    per_token = shape.kv_bytes_per_token(policy, layers_16bit)
     block_bytes = per_token * demand.block_len
     left = max(demand.memory - weight_bytes, 0)
     size = CacheSize.parse(demand.share)
@@ -91,8 +106,8 @@ def _fit(shape: Shape, demand: Demand, weights: str, weight_bytes: int, policy: 
         needed = weight_bytes + int(cache / (size.share or 1.0))
     return Fit(
         weights=weights,
-        kv=POLICIES[policy].name,
-        quant_policy=policy,
+        kv=policy.name,
+        quant_policy=policy.quant_policy,
         weight_bytes=weight_bytes,
         kv_bytes_per_token=per_token,
         block_bytes=block_bytes,
@@ -112,7 +127,8 @@ def choose(fits: Sequence[Fit]) -> Fit | None:
     8 bits in the cache cost next to nothing, 4 bits in the weights less than 4 bits in the cache (README's
     table); another model may differ, which `turbomill eval kv` says.
     """
-    order = [("16", "16"), ("16", "8"), ("4", "16"), ("4", "8"), ("16", "4"), ("4", "4")]
+    order = [("16", "16"), ("16", "8"), ("4", "16"), ("4", "8")]
+    order += [(weights, kv) for kv in ("k8v4r", "4r") for weights in ("16", "4")]
     by_name = {(fit.weights, fit.kv): fit for fit in fits if not fit.note}
     known = [by_name[key] for key in order if key in by_name]
     others = [fit for fit in fits if not fit.note and fit not in known]

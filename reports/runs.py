@@ -104,7 +104,8 @@ class LayerKv(Record):
     layer: int
     k_absmax: float
     k_outlier: float  # the largest channel of K over the median one of its head
-    # bits -> error of the attention's output, relative to its energy, with K alone rounded, or V alone
+    # "8", "4", "4r" (rotated) -> error of the attention's output, relative to its energy, with K alone
+    # rounded, or V alone
     k_error: dict[str, float]
     v_error: dict[str, float]
 
@@ -112,8 +113,10 @@ class LayerKv(Record):
 class KvPolicy(Record):
     """A model under one precision of its KV cache."""
 
-    name: str  # "16", "8", "4"
+    name: str  # of kv_policies.POLICIES; with layers in 16 bits, "4r+3" for three of them
     quant_policy: int
+    rotation: bool = False
+    layers_16bit: list[int] = []
     bytes_per_token: float
     bits_per_token: float
     ppl: float

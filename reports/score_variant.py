@@ -15,11 +15,13 @@ from pathlib import Path
 from turbomill.console import setup_logging
 from turbomill.convert.store import open_store
 from turbomill.engine.config import EngineConfig
+from turbomill.engine.kv_scheme import KvScheme
 from turbomill.engine.turbomind import TurbomindEngine
 from turbomill.errors import TurbomillError
 from turbomill.reports.bench_engine import measure
 from turbomill.reports.evaluation import EvalOptions, References, check_comparable, score
-from turbomill.reports.kv import bits_name, decode_load, kv_policy
+from turbomill.reports.kv import decode_load, kv_policy
+from turbomill.reports.kv_policies import POLICIES
 from turbomill.reports.runs import KvPolicy, Variant, model_card, write_atomic
 from turbomill.reports.text import load_eval_windows
 
@@ -31,7 +33,7 @@ class VariantSpec:
     name: str
     store: str
     reference: str  # the unquantized store
-    policies: tuple[int, ...]  # the first gives the variant's own figures
+    policies: tuple[str, ...]  # the first gives the variant's own figures
     dataset: str
     windows: int
     window_len: int
@@ -62,14 +64,14 @@ def peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def measure_decode(spec: VariantSpec, quant_policy: int) -> float:
+def measure_decode(spec: VariantSpec, kv: KvScheme) -> float:
     """Decode tokens/s of one sequence, on an engine that does nothing else."""
     store = open_store(Path(spec.store))
     load = decode_load(store, spec.window_len)
     config = EngineConfig(
         session_len=load.prompt_tokens + load.completion_tokens,
         max_batch_size=1,
-        quant_policy=quant_policy,
+        **kv.fields,
         num_threads=spec.num_threads,
     )
     with TurbomindEngine(store, config, reason="its speed is measured") as engine:
@@ -83,7 +85,7 @@ def score_variant(spec: VariantSpec) -> Variant:
     speeds: list[float] = []
     peak = 0
     for policy in spec.policies:
-        speeds.append(measure_decode(spec, policy))
+        speeds.append(measure_decode(spec, POLICIES[policy].scheme))
         peak = peak or peak_memory()
     options = spec.options
     cut = load_eval_windows(reference_store, options)
@@ -91,9 +93,10 @@ def score_variant(spec: VariantSpec) -> Variant:
     references.prepare()
     rows: list[KvPolicy] = []
     for policy, speed in zip(spec.policies, speeds, strict=True):
-        with TurbomindEngine(store, options.engine_config(policy), reason="it is scored") as engine:
-            result = score(engine, cut, references, f"{spec.name} KV {bits_name(policy)}").score()
-        rows.append(kv_policy(store, policy, result, speed))
+        kv = POLICIES[policy].scheme
+        with TurbomindEngine(store, options.engine_config(kv), reason="it is scored") as engine:
+            result = score(engine, cut, references, f"{spec.name} KV {policy}").score()
+        rows.append(kv_policy(store, policy, kv, result, speed))
     first = rows[0]
     return Variant(
         name=spec.name,

@@ -183,7 +183,7 @@ def kv_sentences(run: Run) -> list[str]:
             why = f": {'; '.join(policy.reasons)}" if policy.reasons else ""
             lines.append(f"{policy.name} bits in the KV cache of {name}: {policy.verdict}{why}.")
     if run.recommended is not None:
-        lines.append(f"Recommended: --quant-policy {run.recommended['quant_policy']}.")
+        lines.append(f"Recommended: {run.recommended['options']}.")
     return lines
 
 

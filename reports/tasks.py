@@ -19,6 +19,7 @@ import numpy as np
 from turbomill import __version__
 from turbomill.convert.store import Store
 from turbomill.engine.config import EngineConfig
+from turbomill.engine.kv_scheme import KvScheme
 from turbomill.engine.stores import cache_dir, open_model
 from turbomill.engine.turbomind import TurbomindEngine
 from turbomill.errors import TurbomillError, UsageError
@@ -44,7 +45,7 @@ class TaskOptions:
     include_path: Path | None = None
     batch_size: int = 16
     session_len: int | None = None
-    quant_policy: int = 0
+    kv: KvScheme = field(default_factory=KvScheme)
     num_threads: int = 0
     base_url: str | None = None  # ask a server, not an engine of our own
     served_name: str | None = None
@@ -144,7 +145,7 @@ def _engine(store: Store, options: TaskOptions) -> AbstractContextManager[Turbom
     config = EngineConfig(
         session_len=options.session_len,
         max_batch_size=options.batch_size,
-        quant_policy=options.quant_policy,
+        **options.kv.fields,
         num_threads=options.num_threads,
     )
     return TurbomindEngine(store, config, reason="it is scored")
@@ -181,7 +182,7 @@ async def _served(url: str) -> dict[str, Any]:
 
 def _key(store: Store, options: TaskOptions) -> str:
     """Names the answers by all that can change them; the questions are in each answer's own key."""
-    used = (options.quant_policy, options.session_len, options.add_bos_token, options.base_url)
+    used = (asdict(options.kv), options.session_len, options.add_bos_token, options.base_url)
     content = json.dumps([__version__, store.fingerprint, *used])
     return hashlib.sha256(content.encode()).hexdigest()[:32]
 

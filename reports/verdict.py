@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from turbomill.engine.kv_scheme import KvScheme
 from turbomill.errors import UsageError
-from turbomill.reports.kv_policies import POLICIES
+from turbomill.reports.kv_policies import policy_of
 from turbomill.reports.runs import KvPolicy, LayerKv, Verdict
 
 # Exit codes of `eval kv`: 1 and 2 are failures and usage errors.
@@ -67,7 +68,7 @@ def judge(
             what = f"{name} accuracy falls from {theirs:.2f} to {ours:.2f}"
             weigh(drop, thresholds.drop_safe, thresholds.drop_max, what)
     large = outlier_layers(layers, thresholds)
-    if large and POLICIES[policy.quant_policy].k_bits < 8:
+    if large and policy.quant_policy == 4 and not policy.rotation:
         found.append(("test first", f"K has outlier channels in layers {', '.join(map(str, large))}"))
     return ORDER[max((ORDER.index(verdict) for verdict, _ in found), default=0)], [why for _, why in found]
 
@@ -82,6 +83,27 @@ def _added_kl(policy: KvPolicy, base: KvPolicy) -> float:
     return max(added, default=0.0)
 
 
+def sensitive_layers(
+    policy: KvPolicy, base: KvPolicy, layers: Sequence[LayerKv], thresholds: Thresholds
+) -> tuple[int, ...]:
+    """The fewest layers that, kept in 16 bits, should make rotated int4 safe.
+
+    KL is taken to be a sum over layers, in proportion to what rounding does to each one's attention.
+    """
+    if policy.kl is None or base.kl is None:
+        return ()
+    kl = max(_added_kl(policy, base), policy.kl - base.kl)
+    errors = {row.layer: row.k_error["4r"] + row.v_error["4r"] for row in layers}
+    total, left = sum(errors.values()), sum(errors.values())
+    kept: list[int] = []
+    for layer in sorted(errors, key=lambda layer: -errors[layer]):
+        if kl * left / total <= thresholds.kl_safe:
+            break
+        kept.append(layer)
+        left -= errors[layer]
+    return tuple(sorted(kept))
+
+
 def conclude(policies: Sequence[KvPolicy]) -> tuple[Verdict, dict[str, Any]]:
     """The verdict on quantizing this model's cache, and the setting to use.
 
@@ -93,12 +115,14 @@ def conclude(policies: Sequence[KvPolicy]) -> tuple[Verdict, dict[str, Any]]:
     best = ORDER[min((ORDER.index(verdict) for verdict in verdicts), default=0)]
     safe = [p for p in policies if p.verdict == "safe"]
     chosen = min(safe, key=lambda p: p.bytes_per_token)
-    policy = POLICIES[chosen.quant_policy]
+    scheme = KvScheme(chosen.quant_policy, chosen.rotation, tuple(chosen.layers_16bit))
+    policy = policy_of(scheme)
     return best, {
-        "name": policy.name,
+        "name": chosen.name,
         "quant_policy": policy.quant_policy,
         "k_bits": policy.k_bits,
         "v_bits": policy.v_bits,
-        "rotation": False,
-        "layers_in_16_bits": [],
+        "rotation": policy.rotation,
+        "layers_in_16_bits": chosen.layers_16bit,
+        "options": " ".join(scheme.options),
     }

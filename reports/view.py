@@ -236,7 +236,9 @@ def _speed_tables(run: Run) -> list[TableView]:
         tables.append(TableView(f"Engine, {name}", note, columns, tuple(rows)))
     for load in run.serve:
         pace = (
-            "as fast as possible" if load["request_rate"] == "inf" else f"{load['request_rate']} requests/s"
+            "as fast as possible"
+            if load["request_rate"] == "inf"
+            else f"{float(load['request_rate']):.3g} requests/s"
         )
         limit = f", at most {load['max_concurrency']} at a time" if load["max_concurrency"] else ""
         note = (

@@ -4,6 +4,8 @@
 #include <cmath>
 #include <stdexcept>
 
+#include "core/kv_scheme.h"
+
 namespace turbomill {
 namespace {
 
@@ -17,7 +19,8 @@ bool contains(const std::vector<int>& values, int value) {
 
 void require_layers(const std::vector<int>& layers, int count, const std::string& name) {
     for (const int layer : layers)
-        require(layer >= 0 && layer < count, name + " names layer " + std::to_string(layer));
+        require(layer >= 0 && layer < count,
+                name + " names layer " + std::to_string(layer) + ", the model has " + std::to_string(count));
 }
 
 }  // namespace
@@ -102,10 +105,19 @@ void EngineConfig::validate() const {
     require(max_prefill_token_num > 0, "max_prefill_token_num must be positive");
     require(block_len > 0 && block_len % 8 == 0, "block_len must be a positive multiple of 8");
     require(cache_block_count > 0, "cache_block_count must be positive");
-    require(quant_policy == 0 || quant_policy == 8 || quant_policy == 4,
-            "quant_policy is " + std::to_string(quant_policy) + ", expected 0, 8 or 4");
+    require(is_kv_policy(quant_policy), "quant_policy is " + std::to_string(quant_policy) +
+                                            ", expected 0, 8, 4, 84 (K in 8 bits, V in 4), 16 or 17 (fp8)");
     require(cache_dtype == "float32" || cache_dtype == "float16" || cache_dtype == "bfloat16",
             "cache_dtype is '" + cache_dtype + "', expected float32, float16 or bfloat16");
+}
+
+void EngineConfig::validate(const ModelConfig& model) const {
+    validate();
+    require_layers(kv_16bit_layers, model.num_layers, "kv_16bit_layers");
+}
+
+bool EngineConfig::keeps_16bit(int layer) const {
+    return contains(kv_16bit_layers, layer);
 }
 
 }  // namespace turbomill

@@ -82,27 +82,36 @@ struct ModelConfig {
 void require_known_variants(const ModelConfig& model, const std::string& backend,
                             const std::vector<std::string>& known);
 
-#define TM_ENGINE_FIELDS(X)                \
-    X(std::string, device, "cpu")          \
-    X(int, num_threads, 0)                 \
-    X(int, max_batch_size, 64)             \
-    X(int, session_len, 2048)              \
-    X(int, max_prefill_token_num, 512)     \
-    X(int, block_len, 64)                  \
-    X(int, cache_block_count, 0)           \
-    X(int, quant_policy, 0)                \
-    X(std::string, cache_dtype, "float16") \
-    X(int, activation_bits, 32)            \
-    X(bool, deterministic, false)          \
-    X(bool, eager_mode, false)             \
+// The KV cache's scheme:
+//   quant_policy     0: rows in cache_dtype; 8, 4: integers; 84: K in 8 bits, V in 4; 16, 17: fp8 e4m3, e5m2
+//   kv_rotation      K and V are rotated before they are stored (kernels/cache_layout.h)
+//   kv_16bit_layers  layers that keep cache_dtype whatever the policy
+#define TM_ENGINE_FIELDS(X)                  \
+    X(std::string, device, "cpu")            \
+    X(int, num_threads, 0)                   \
+    X(int, max_batch_size, 64)               \
+    X(int, session_len, 2048)                \
+    X(int, max_prefill_token_num, 512)       \
+    X(int, block_len, 64)                    \
+    X(int, cache_block_count, 0)             \
+    X(int, quant_policy, 0)                  \
+    X(bool, kv_rotation, false)              \
+    X(std::vector<int>, kv_16bit_layers, {}) \
+    X(std::string, cache_dtype, "float16")   \
+    X(int, activation_bits, 32)              \
+    X(bool, deterministic, false)            \
+    X(bool, eager_mode, false)               \
     X(bool, enable_prefix_caching, true)
 
 struct EngineConfig {
     TM_ENGINE_FIELDS(TM_DECLARE_FIELD)
 
+    bool keeps_16bit(int layer) const;
     // The most tokens one step can hold: a full batch of decodes beside the prefill budget.
     int max_step_tokens() const { return max_prefill_token_num + max_batch_size; }
     void validate() const;
+    // What needs the model's sizes, too.
+    void validate(const ModelConfig& model) const;
 };
 
 #undef TM_DECLARE_FIELD

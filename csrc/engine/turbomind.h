@@ -32,6 +32,9 @@ class Turbomind {
     void close();
 
   private:
+    // Takes memory again; on the executor's thread.
+    void restore();
+
     const ModelConfig model_;
     const EngineConfig config_;
     Weights weights_;
@@ -41,6 +44,7 @@ class Turbomind {
     std::once_flag freed_;
     std::mutex asleep_mutex_;
     bool asleep_ = false;
+    bool other_weights_ = false;  // than those that the centres of the keys are of
 };
 
 // Bytes of one KV block on the backend in use.

@@ -62,6 +62,12 @@ class Backend {
     virtual void add_rms_norm(Buffer& delta, Buffer& x, const std::vector<float>& weight, Buffer& y) = 0;
     // y [T, N] = x [T, K] w^T + bias
     virtual void linear(const Linear& w, Buffer& x, Buffer& y) = 0;
+    // Between these two, rope_and_cache also adds the keys up, before their rotation by position; afterwards
+    // each layer whose rows are stored rotated has a *centre*: the mean key, as it is on average over the
+    // positions of a session. From then on it is subtracted from the layer's keys before they are stored.
+    // That moves all scores of a query alike, which the softmax does not see, and leaves less to be rounded.
+    virtual void begin_centring() = 0;
+    virtual void end_centring() = 0;
     // Rotates the first D_rot dimensions of each head of Q and K of qkv [T, (Nq + 2 Nkv) D] in place and
     // writes K and V of `layer` to the paged cache.
     virtual void rope_and_cache(int layer, Buffer& qkv) = 0;

@@ -120,7 +120,7 @@ std::vector<double> bench_w4_plans(int n, int k, int rows, int group, const std:
 // Microseconds of one layer's attention for `batch` sequences that add `length` tokens to `context` ones
 // each.
 double bench_attention(int batch, int context, int length, int num_heads, int num_kv_heads, int head_dim,
-                       int block_len, int quant_policy, const std::string& dtype, int repeats) {
+                       int block_len, int quant_policy, const std::string& dtype, bool rotation, int repeats) {
     ModelConfig model;
     model.num_layers = 1;
     model.hidden_size = 64;
@@ -138,6 +138,7 @@ double bench_attention(int batch, int context, int length, int num_heads, int nu
     config.block_len = block_len;
     config.cache_block_count = batch * blocks;
     config.quant_policy = quant_policy;
+    config.kv_rotation = rotation;
     config.cache_dtype = dtype;
     const DType type = parse_dtype(dtype);
     const std::vector<uint8_t> embedding(64 * 4, 0);
@@ -229,7 +230,8 @@ void register_bench_cuda(py::module_& m) {
     });
     m.def("bench_attention", &bench_attention, py::arg("batch"), py::arg("context"), py::arg("length"),
           py::arg("num_heads"), py::arg("num_kv_heads"), py::arg("head_dim"), py::arg("block_len") = 64,
-          py::arg("quant_policy") = 0, py::arg("dtype") = "float16", py::arg("repeats") = 9);
+          py::arg("quant_policy") = 0, py::arg("dtype") = "float16", py::arg("rotation") = false,
+          py::arg("repeats") = 9);
     m.def("bench_copy", &bench_copy);
     register_bench_cuda_moe(m);
 }

@@ -137,26 +137,37 @@ Floats softcap(const Floats& x, float scale, float cap, const std::string& isa) 
 }
 
 // Quantizes rows of one token and head each, and reads them back: (codes, params, values).
-py::tuple kv_roundtrip(const Floats& x, int bits, const std::string& isa) {
-    const py::ssize_t rows = x.shape(0), d = x.shape(1);
-    Bytes codes({rows, d * bits / 8});
+py::tuple kv_roundtrip(const Floats& x, int quant_policy, const std::string& isa) {
+    const KvFormat format = kv_formats(quant_policy).value;
+    const py::ssize_t rows = x.shape(0), d = x.shape(1), bytes = d * code_bits(format) / 8;
+    Bytes codes({rows, bytes});
     Bits16 params({rows, py::ssize_t(2)});
     Floats y({rows, d});
     const auto& k = cpu::kernels(isa.c_str());
     for (py::ssize_t r = 0; r < rows; ++r) {
-        k.kv_quantize(bits, x.data() + r * d, int(d), codes.mutable_data() + r * d * bits / 8,
+        k.kv_quantize(format, x.data() + r * d, int(d), codes.mutable_data() + r * bytes,
                       params.mutable_data() + 2 * r);
-        k.kv_dequantize(bits, codes.data() + r * d * bits / 8, params.data() + 2 * r, int(d),
+        k.kv_dequantize(format, codes.data() + r * bytes, params.data() + 2 * r, int(d),
                         y.mutable_data() + r * d);
     }
     return py::make_tuple(codes, params, y);
+}
+
+// Rows x [n, D], rotated as the cache rotates heads.
+Floats hadamard(const Floats& x, const std::string& isa) {
+    const py::ssize_t rows = x.shape(0), d = x.shape(1);
+    Floats y({rows, d});
+    std::copy_n(x.data(), x.size(), y.mutable_data());
+    for (py::ssize_t r = 0; r < rows; ++r)
+        cpu::kernels(isa.c_str()).hadamard(y.mutable_data() + r * d, int(d), rotation_block(int(d)));
+    return y;
 }
 
 // Causal attention of the last rows of qkv [T, (Nq + 2 Nkv) D] over all T keys and values, through a paged
 // cache whose blocks are handed out in reverse. Queries of the first `context` rows are not computed.
 Floats attention(const Floats& qkv, int num_heads, int num_kv_heads, int head_dim, int context, int block_len,
                  int quant_policy, const std::string& cache_dtype, const std::string& isa, int threads,
-                 int window, float softcap, float scale) {
+                 int window, float softcap, float scale, bool rotation) {
     ModelConfig model;
     model.layer_windows = {window};
     model.attention_softcap = softcap;
@@ -172,9 +183,9 @@ Floats attention(const Floats& qkv, int num_heads, int num_kv_heads, int head_di
     config.cache_block_count = (tokens + block_len - 1) / block_len;
     config.quant_policy = quant_policy;
     config.cache_dtype = cache_dtype;
+    config.kv_rotation = rotation;
     const auto& k = cpu::kernels(isa.c_str());
     cpu::KvCache cache(model, config);
-    const auto& layout = cache.layout;
     BatchData batch;
     Slice slice;
     slice.context = context;
@@ -185,14 +196,9 @@ Floats attention(const Floats& qkv, int num_heads, int num_kv_heads, int head_di
             for (int head = 0; head < num_kv_heads; ++head) {
                 const float* source = qkv.data() + int64_t(t) * model.qkv_dim() +
                                       (num_heads + value * num_kv_heads + head) * head_dim;
-                const int block = slice.blocks[t / block_len], place = t % block_len;
-                uint8_t* target = cache.rows(block, 0, value, head) + place * layout.row_bytes;
-                if (layout.quantized()) {
-                    k.kv_quantize(layout.bits, source, head_dim, target,
-                                  cache.params(block, 0, value, head) + 2 * place);
-                } else {
-                    k.from_float(layout.dtype, source, target, head_dim);
-                }
+                std::vector<float> row(source, source + head_dim);
+                if (rotation) k.hadamard(row.data(), head_dim, rotation_block(head_dim));
+                cache.write(k, slice.blocks[t / block_len], 0, value, head, t % block_len, row.data());
             }
         }
     }
@@ -249,11 +255,13 @@ void register_kernels(py::module_& parent) {
     m.def("rms_norm", &rms_norm, py::arg("x"), py::arg("w"), py::arg("eps"), py::arg("isa") = "");
     m.def("rope", &rope, py::arg("x"), py::arg("cos"), py::arg("sin"), py::arg("isa") = "");
     m.def("silu_gate", &silu_gate, py::arg("gate_up"), py::arg("isa") = "");
-    m.def("kv_roundtrip", &kv_roundtrip, py::arg("x"), py::arg("bits"), py::arg("isa") = "");
+    m.def("kv_roundtrip", &kv_roundtrip, py::arg("x"), py::arg("quant_policy"), py::arg("isa") = "");
+    m.def("hadamard", &hadamard, py::arg("x"), py::arg("isa") = "");
     m.def("attention", &attention, py::arg("qkv"), py::arg("num_heads"), py::arg("num_kv_heads"),
           py::arg("head_dim"), py::arg("context"), py::arg("block_len") = 64, py::arg("quant_policy") = 0,
           py::arg("cache_dtype") = "float32", py::arg("isa") = "", py::arg("threads") = 1,
-          py::arg("window") = 0, py::arg("softcap") = 0.f, py::arg("scale") = 0.f);
+          py::arg("window") = 0, py::arg("softcap") = 0.f, py::arg("scale") = 0.f,
+          py::arg("rotation") = false);
     m.def("gelu_gate", &gelu_gate, py::arg("gate_up"), py::arg("isa") = "");
     m.def("softcap", &softcap, py::arg("x"), py::arg("scale"), py::arg("cap"), py::arg("isa") = "");
     m.def("sample", &sample, py::arg("logits"), py::arg("temperature"), py::arg("top_k"), py::arg("top_p"),

@@ -29,6 +29,7 @@ struct Variant {
     int window = 0;
     float softcap = 0.f, scale = 0.f;
     std::vector<float> q_norm, k_norm;  // [D]
+    bool rotation = false, centre = false;  // of the cache; the centre is of all keys
 };
 
 // Causal attention through the paged cache of a one-layer backend, whose blocks are handed out in reverse, to
@@ -61,6 +62,7 @@ class AttentionCase {
         config_.cache_block_count = sequences * ceil_div(tokens, block_len);
         config_.quant_policy = quant_policy;
         config_.cache_dtype = cache_dtype;
+        config_.kv_rotation = variant_.rotation;
         embedding_.assign(64 * 4, 0);
         weights_.embedding.n = 1;
         weights_.embedding.k = 64;
@@ -75,6 +77,11 @@ class AttentionCase {
     // `chunk` rows.
     Floats run(const Floats& qkv, int context, int chunk) {
         const int tokens = rows_of(qkv), out_width = model_.q_dim();
+        if (variant_.centre) {
+            backend_->begin_centring();
+            step({&qkv}, {0}, {tokens});
+            backend_->end_centring();
+        }
         Floats result({py::ssize_t(tokens - context), py::ssize_t(out_width)});
         int done = 0;
         while (done < tokens) {
@@ -190,37 +197,38 @@ class AttentionCase {
 Floats attention(const Floats& qkv, int num_heads, int num_kv_heads, int head_dim, int context, int block_len,
                  int quant_policy, const std::string& cache_dtype, const std::string& dtype,
                  std::vector<float> inv_freq, int chunk, int window, float softcap, float scale,
-                 const std::vector<float>& q_norm, const std::vector<float>& k_norm) {
+                 const std::vector<float>& q_norm, const std::vector<float>& k_norm, bool rotation,
+                 bool centre) {
     if (inv_freq.empty()) inv_freq.assign(head_dim / 2, 0.f);  // no rotation
     AttentionCase attention_case(num_heads, num_kv_heads, head_dim, int(qkv.shape(0)), 1, block_len,
                                  quant_policy, cache_dtype, dtype, std::move(inv_freq),
-                                 {window, softcap, scale, q_norm, k_norm});
+                                 {window, softcap, scale, q_norm, k_norm, rotation, centre});
     return attention_case.run(qkv, context, chunk);
 }
 
 // The last lengths[i] rows of each sequence, in one step.
 Floats attention_batch(const std::vector<Floats>& qkvs, const std::vector<int>& lengths, int num_heads,
                        int num_kv_heads, int head_dim, int quant_policy, const std::string& cache_dtype,
-                       const std::string& dtype, int window, float softcap, float scale) {
+                       const std::string& dtype, int window, float softcap, float scale, bool rotation) {
     require(qkvs.size() == lengths.size() && !qkvs.empty(), "one length for each sequence");
     int most = 0;
     for (const auto& qkv : qkvs) most = std::max(most, int(qkv.shape(0)));
     AttentionCase attention_case(num_heads, num_kv_heads, head_dim, most, int(qkvs.size()), 64, quant_policy,
                                  cache_dtype, dtype, std::vector<float>(head_dim / 2, 0.f),
-                                 {window, softcap, scale, {}, {}});
+                                 {window, softcap, scale, {}, {}, rotation});
     return attention_case.run_batch(qkvs, lengths);
 }
 
 // How attention_decode's work is cut for decodes of these many keys: the entries' first units, and the ranges
 // (begin, end, head, entry, pair_begin, pair_end, share, first_block, parts).
-py::tuple decode_ranges(const std::vector<int>& keys, int num_heads, int num_kv_heads, int bits,
+py::tuple decode_ranges(const std::vector<int>& keys, int num_heads, int num_kv_heads, int quant_policy,
                         int multiprocessors, int padding, int window) {
     ModelConfig model;
     model.num_layers = 1;
     model.layer_windows = {window};
     model.num_heads = num_heads;
     model.num_kv_heads = num_kv_heads;
-    cuda::TilePlanner planner(model, cuda::AttentionKernels::Decode, bits, multiprocessors);
+    cuda::TilePlanner planner(model, cuda::AttentionKernels::Decode, quant_policy, multiprocessors);
     BatchData batch;
     for (const int count : keys) {
         Slice slice;
@@ -240,9 +248,11 @@ py::tuple decode_ranges(const std::vector<int>& keys, int num_heads, int num_kv_
 
 // What the cache holds after heads [T, D] went through it as values: (codes or bytes, params as float16
 // bits).
-py::tuple kv_write(const Floats& x, int bits) {
-    const int rows = int(x.shape(0)), d = int(x.shape(1)), row_bytes = d * bits / 8;
-    const size_t block_bytes = 2 * (size_t(row_bytes) + 4) * rows;
+py::tuple kv_write(const Floats& x, int quant_policy) {
+    const KvFormats formats = kv_formats(quant_policy);
+    const int rows = int(x.shape(0)), d = int(x.shape(1)), row_bytes = d * code_bits(formats.value) / 8,
+              key_bytes = d * code_bits(formats.key) / 8;
+    const size_t block_bytes = (size_t(row_bytes) + key_bytes + 8) * rows;
     std::vector<float> qkv(size_t(rows) * 3 * d, 0.f);  // one query, key and value head
     for (int r = 0; r < rows; ++r)
         std::copy_n(x.data() + size_t(r) * d, d, qkv.data() + (size_t(r) * 3 + 2) * d);
@@ -254,26 +264,28 @@ py::tuple kv_write(const Floats& x, int bits) {
         slices(&slice, sizeof slice), table(DType::F32, rows), cache(DType::U8, block_bytes);
     const cuda::CacheView view{cache.as<uint8_t>(),
                                int64_t(block_bytes),
-                               int64_t(block_bytes),
-                               row_bytes,
-                               row_bytes * rows,
+                               {key_bytes, row_bytes},
+                               {key_bytes * rows, row_bytes * rows},
                                rows * 4,
-                               bits,
+                               quant_policy,
+                               {formats.key, formats.value},
                                DType::F16,
                                1,
                                d,
-                               rows};
+                               rows,
+                               false,
+                               nullptr};
     cuda::rope_and_cache(
         DType::F32,
         {input.as<void>(), table.as<float>(), table.as<float>(), 0, where.as<int>(), zero.as<int>(),
          slices.as<cuda::SliceInfo>(), zero.as<int>(), rows, 1, nullptr, nullptr, 0.f},
-        view, 0, nullptr);
+        view, nullptr);
     std::vector<uint8_t> bytes(block_bytes);
     cache.read_bytes(bytes.data());
     Bytes codes({py::ssize_t(rows), py::ssize_t(row_bytes)});
     Bits16 params({py::ssize_t(rows), py::ssize_t(2)});
-    std::copy_n(bytes.data() + size_t(row_bytes) * rows, codes.nbytes(), codes.mutable_data());
-    std::copy_n(bytes.data() + 2 * size_t(row_bytes) * rows + 4 * size_t(rows), params.nbytes(),
+    std::copy_n(bytes.data() + size_t(key_bytes) * rows, codes.nbytes(), codes.mutable_data());
+    std::copy_n(bytes.data() + (size_t(key_bytes) + row_bytes) * rows + 4 * size_t(rows), params.nbytes(),
                 reinterpret_cast<uint8_t*>(params.mutable_data()));
     return py::make_tuple(codes, params);
 }
@@ -285,13 +297,15 @@ void register_kernels_cuda_attention(py::module_& m) {
           py::arg("head_dim"), py::arg("context"), py::arg("block_len") = 64, py::arg("quant_policy") = 0,
           py::arg("cache_dtype"), py::arg("dtype"), py::arg("inv_freq") = std::vector<float>(),
           py::arg("chunk") = 1 << 20, py::arg("window") = 0, py::arg("softcap") = 0.f, py::arg("scale") = 0.f,
-          py::arg("q_norm") = std::vector<float>(), py::arg("k_norm") = std::vector<float>());
+          py::arg("q_norm") = std::vector<float>(), py::arg("k_norm") = std::vector<float>(),
+          py::arg("rotation") = false, py::arg("centre") = false);
     m.def("attention_batch", &attention_batch, py::arg("qkvs"), py::arg("lengths"), py::arg("num_heads"),
           py::arg("num_kv_heads"), py::arg("head_dim"), py::arg("quant_policy") = 0, py::arg("cache_dtype"),
-          py::arg("dtype"), py::arg("window") = 0, py::arg("softcap") = 0.f, py::arg("scale") = 0.f);
+          py::arg("dtype"), py::arg("window") = 0, py::arg("softcap") = 0.f, py::arg("scale") = 0.f,
+          py::arg("rotation") = false);
     m.def("decode_ranges", &decode_ranges, py::arg("keys"), py::arg("num_heads"), py::arg("num_kv_heads"),
-          py::arg("bits"), py::arg("multiprocessors"), py::arg("padding") = 0, py::arg("window") = 0);
-    m.def("kv_write", &kv_write, py::arg("x"), py::arg("bits"));
+          py::arg("quant_policy"), py::arg("multiprocessors"), py::arg("padding") = 0, py::arg("window") = 0);
+    m.def("kv_write", &kv_write, py::arg("x"), py::arg("quant_policy"));
 }
 
 }  // namespace turbomill::python

@@ -105,6 +105,7 @@ def create_app(
             "engine": engine.info.name,
             "backend": engine.info.backend,
             "reason": engine.info.reason,
+            "kv_cache": engine.info.kv_cache,
         }
         return JSONResponse(body, status_code=200 if healthy else 503)
 

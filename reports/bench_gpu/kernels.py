@@ -11,6 +11,18 @@ from turbomill import _core
 SHAPES = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]
 ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
 DECODES = ((1, 4096), (16, 4096), (64, 4096), (256, 1024))
+# quant_policy, rotation, bytes of K and V of a token and head of 128
+SCHEMES = (
+    (0, False, 512),
+    (8, False, 264),
+    (4, False, 136),
+    (4, True, 136),
+    (84, False, 200),
+    (84, True, 200),
+    (16, False, 264),
+    (17, False, 264),
+)
+SIDES = {84: (8, 4)}  # policies whose keys and values differ
 BANDWIDTH, FLOPS = 4.25e12, 790e12
 
 
@@ -62,7 +74,7 @@ def check_decodes(dtype: str) -> float:
     qkvs = [
         (rng.integers(-63, 64, (t, (heads + 2 * kv_heads) * dim)) / 16).astype(np.float32) for t in lengths
     ]
-    for policy in (0, 8, 4):
+    for policy, rotation, _ in SCHEMES:
         out = _core.kernels_cuda.attention_batch(
             qkvs,
             [1] * len(lengths),
@@ -72,11 +84,12 @@ def check_decodes(dtype: str) -> float:
             quant_policy=policy,
             cache_dtype=dtype,
             dtype=dtype,
+            rotation=rotation,
         )
         for row, qkv in zip(out, qkvs, strict=True):
             q, k, v = np.split(qkv.reshape(len(qkv), -1, dim), [heads, heads + kv_heads], 1)
-            if policy:
-                k, v = _stored(k, policy), _stored(v, policy)
+            k_policy, v_policy = SIDES.get(policy, (policy, policy))
+            k, v = _stored(k, k_policy, rotation), _stored(v, v_policy, rotation)
             k, v = (x.repeat(heads // kv_heads, 1).astype(np.float64) for x in (k, v))
             scores = np.einsum("hd,thd->ht", q[-1], k) / np.sqrt(dim)
             p = np.exp(scores - scores.max(1, keepdims=True))
@@ -87,12 +100,12 @@ def check_decodes(dtype: str) -> float:
     return worst
 
 
-def _stored(x: np.ndarray, bits: int) -> np.ndarray:
-    """What a quantized cache gives back for heads [..., D]."""
-    low, high = x.min(-1, keepdims=True), x.max(-1, keepdims=True)
-    scale = ((high - low) / np.float32(2**bits - 1)).astype(np.float16).astype(np.float32)
-    zero = low.astype(np.float16).astype(np.float32)
-    return np.clip(np.floor((x - zero) / scale + np.float32(0.5)), 0, 2**bits - 1) * scale + zero
+def _stored(x: np.ndarray, policy: int, rotation: bool) -> np.ndarray:
+    """What a cache gives back for heads [..., D], by the CPU backend."""
+    rows = np.ascontiguousarray(x.reshape(-1, x.shape[-1]))
+    rows = _core.kernels.hadamard(rows) if rotation else rows
+    rows = _core.kernels.kv_roundtrip(rows, policy)[2] if policy else rows
+    return (_core.kernels.hadamard(rows) if rotation else rows).reshape(x.shape)
 
 
 def decodes(dtype: str, repeats: int) -> list[dict[str, Any]]:
@@ -102,13 +115,22 @@ def decodes(dtype: str, repeats: int) -> list[dict[str, Any]]:
     """
     check_decodes(dtype)
     rows = []
-    for policy, row_bytes in ((0, 256), (8, 132), (4, 68)):
+    for policy, rotation, row_bytes in SCHEMES:
         for batch, context in DECODES:
             us = _core.kernels_cuda.bench_attention(
-                batch, context - 1, 1, 32, 8, 128, quant_policy=policy, dtype=dtype, repeats=repeats
+                batch,
+                context - 1,
+                1,
+                32,
+                8,
+                128,
+                quant_policy=policy,
+                dtype=dtype,
+                rotation=rotation,
+                repeats=repeats,
             )
-            floor = batch * context * 8 * 2 * row_bytes / BANDWIDTH * 1e6
-            entry = {"quant_policy": policy, "batch": batch, "context": context}
+            floor = batch * context * 8 * row_bytes / BANDWIDTH * 1e6
+            entry = {"quant_policy": policy, "rotation": rotation, "batch": batch, "context": context}
             rows.append(entry | {"us": round(us, 1), "floor_us": round(floor, 1)})
     return rows
 
@@ -116,12 +138,13 @@ def decodes(dtype: str, repeats: int) -> list[dict[str, Any]]:
 def prompts(dtype: str, repeats: int) -> list[dict[str, Any]]:
     """Microseconds of one layer's attention over a whole prompt of 4096 tokens."""
     rows = []
-    for policy in (0, 8, 4):
+    for policy, rotation in ((0, False), (8, False), (4, False), (4, True)):
         us = _core.kernels_cuda.bench_attention(
-            1, 0, 4096, 32, 8, 128, quant_policy=policy, dtype=dtype, repeats=repeats
+            1, 0, 4096, 32, 8, 128, quant_policy=policy, dtype=dtype, rotation=rotation, repeats=repeats
         )
         floor = 4 * 32 * 128 * 4096 * 4097 / 2 / FLOPS * 1e6
-        rows.append({"quant_policy": policy, "tokens": 4096, "us": round(us, 1), "floor_us": round(floor, 1)})
+        entry = {"quant_policy": policy, "rotation": rotation, "tokens": 4096}
+        rows.append(entry | {"us": round(us, 1), "floor_us": round(floor, 1)})
     return rows
 
 

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from turbomill.engine.kv_scheme import KvScheme
+
 PEERS = json.loads(Path(__file__).with_name("peers_h200.json").read_text())
 
 
@@ -82,16 +84,19 @@ def _experts(results: dict[str, Any]) -> Iterable[list[Any]]:
         yield ["  floor", *(row["floor_us"] for row in mine)]
 
 
+def _cache_name(row: dict[str, Any]) -> str:
+    scheme = KvScheme(row["quant_policy"], row.get("rotation", False))
+    return f"KV {scheme.describe()}"
+
+
 def _decodes(results: dict[str, Any]) -> Iterable[list[Any]]:
     ours = results.get("decodes", [])
     sizes = list(dict.fromkeys((row["batch"], row["context"]) for row in ours))
     yield ["batch x context", *(f"{b} x {c}" for b, c in sizes)]
-    for policy in (0, 8, 4):
-        mine = {(r["batch"], r["context"]): r for r in ours if r["quant_policy"] == policy}
-        if mine:
-            name = f"KV int{policy}" if policy else "KV 16"
-            yield [f"floor {name}", *(mine[size]["floor_us"] for size in sizes)]
-            yield [f"turbomill {name}", *(mine[size]["us"] for size in sizes)]
+    for name in dict.fromkeys(_cache_name(row) for row in ours):
+        mine = {(r["batch"], r["context"]): r for r in ours if _cache_name(r) == name}
+        yield [f"floor {name}", *(mine[size]["floor_us"] for size in sizes)]
+        yield [f"turbomill {name}", *(mine[size]["us"] for size in sizes)]
     if not ours:
         return
     peers = PEERS["decode_attention"]["rows"]
@@ -103,8 +108,7 @@ def _decodes(results: dict[str, Any]) -> Iterable[list[Any]]:
 def _prompts(results: dict[str, Any]) -> Iterable[list[Any]]:
     yield ["", "floor", "us"]
     for row in results.get("prompts", []):
-        name = f"KV int{row['quant_policy']}" if row["quant_policy"] else "KV 16"
-        yield [f"turbomill {name}", row["floor_us"], row["us"]]
+        yield [f"turbomill {_cache_name(row)}", row["floor_us"], row["us"]]
 
 
 def _end_to_end(results: dict[str, Any]) -> Iterable[list[Any]]:

@@ -72,7 +72,9 @@ class EngineConfig:
     max_prefill_token_num: int  # token budget of one step
     block_len: int  # P, tokens per KV block
     cache_block_count: int
-    quant_policy: int  # 0, 8, 4
+    quant_policy: int  # 0, 8, 4, 84 (K in 8 bits, V in 4), 16 (fp8 e4m3), 17 (fp8 e5m2)
+    kv_rotation: bool
+    kv_16bit_layers: list[int]
     cache_dtype: str  # "float32" | "float16" | "bfloat16", the KV cache under quant_policy 0
     eager_mode: bool  # never record decode steps as CUDA graphs; cuda only
     enable_prefix_caching: bool  # keep blocks for later prompts that begin alike

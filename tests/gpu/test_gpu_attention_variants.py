@@ -162,7 +162,7 @@ def test_partial_rotation(rotary: int, d: int, dtype: str) -> None:
 def test_a_windows_work_is_the_window(window: int) -> None:
     """Units of 64 keys that decodes take: those from the window's first key on."""
     keys = [1, 63, 64, 65, 700, 30000]
-    firsts, ranges = _core.kernels_cuda.decode_ranges(keys, 8, 2, 16, 132, padding=1, window=window)
+    firsts, ranges = _core.kernels_cuda.decode_ranges(keys, 8, 2, 0, 132, padding=1, window=window)
     units = [-(-k // 64) - max(0, k - window) // 64 for k in keys]
     assert firsts == [*np.cumsum([0, *units]).tolist(), sum(units)]
     assert sum(end - begin for begin, end, *_ in ranges) == 2 * sum(units)

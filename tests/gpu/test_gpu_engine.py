@@ -18,6 +18,17 @@ TORCH = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.b
 LOGITS = {"float32": 1e-4, "float16": 4e-3, "bfloat16": 3e-2}
 
 
+SCHEMES = [
+    {"quant_policy": 8},
+    {"quant_policy": 4},
+    {"quant_policy": 4, "kv_rotation": True},
+    {"quant_policy": 4, "kv_rotation": True, "kv_16bit_layers": [1]},
+    {"quant_policy": 84, "kv_rotation": True},
+    {"quant_policy": 16},
+    {"quant_policy": 17},
+]
+
+
 def gpu(store: Any, **config: Any) -> Native:
     return Native(store, device="cuda", **config)
 
@@ -100,16 +111,16 @@ def test_prompts_at_block_borders(length: int, shared: tuple[Any, Any], half: tu
         assert_greedy(model, ids, engine.generate(ids, 8), 0.05)
 
 
-@pytest.mark.parametrize("policy", [8, 4])
-def test_quantized_cache_equals_the_cpu_backend(policy: int, shared: tuple[Any, Any]) -> None:
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_quantized_cache_equals_the_cpu_backend(scheme: dict[str, Any], shared: tuple[Any, Any]) -> None:
     """Keys and values get the same codes, but for those that fp32's last bit moves."""
     pytest.importorskip("scipy_openblas64", reason="the CPU backend needs it")
     _, store = shared
     ids = prompt(150)
-    with Native(store, quant_policy=policy) as engine:
+    with Native(store, **scheme) as engine:
         expected = engine.logits(ids)
     for budget in (512, 33):
-        with gpu(store, quant_policy=policy, max_prefill_token_num=budget) as engine:
+        with gpu(store, max_prefill_token_num=budget, **scheme) as engine:
             assert np.quantile(np.abs(engine.logits(ids) - expected), 0.99) < 6e-3
 
 
@@ -135,14 +146,14 @@ def test_long_contexts_split_their_keys(half: tuple[Any, Any]) -> None:
         assert_greedy(model, p, tokens, 0.05)
 
 
-@pytest.mark.parametrize("policy", [0, 8, 4])
-def test_recorded_steps_give_the_same_tokens(policy: int, half: tuple[Any, Any]) -> None:
+@pytest.mark.parametrize("scheme", [{}, {"quant_policy": 8}, {"quant_policy": 4}, *SCHEMES[2:6]])
+def test_recorded_steps_give_the_same_tokens(scheme: dict[str, Any], half: tuple[Any, Any]) -> None:
     """As CUDA graphs and call by call, while the batch grows, shrinks and mixes with prompts."""
     _, store = half
     prompts = [prompt(3 + 17 * (i % 7), seed=i) for i in range(20)]
     texts, recorded = [], []
     for eager in (False, True):
-        config = {"cache_dtype": "float16", "quant_policy": policy, "cache_block_count": 256}
+        config = {"cache_dtype": "float16", "cache_block_count": 256} | scheme
         with gpu(store, eager_mode=eager, max_batch_size=24, **config) as engine:
             alone = engine.generate(prompts[0], 40)
             requests = [

@@ -17,15 +17,25 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return store_of(path)
 
 
-@pytest.mark.parametrize("policy", [0, 8, 4])
+SCHEMES = [
+    {"quant_policy": 0},
+    {"quant_policy": 8},
+    {"quant_policy": 4},
+    {"quant_policy": 4, "kv_rotation": True, "kv_16bit_layers": [1]},
+    {"quant_policy": 84, "kv_rotation": True},
+    {"quant_policy": 16},
+]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("blocks", [9, 64])
-def test_same_text_with_and_without(policy: int, blocks: int, store: Any) -> None:
+def test_same_text_with_and_without(scheme: dict[str, Any], blocks: int, store: Any) -> None:
     """Beginnings of all lengths in common, together and again, with eviction and preemption."""
     stem = prompt(200)
     prompts = [stem[: 20 + 23 * (i % 8)] + prompt(4, seed=i % 3) for i in range(16)]
     texts = []
     for config in ({"enable_prefix_caching": False, "cache_block_count": 256}, {"cache_block_count": blocks}):
-        with Native(store, device="cuda", quant_policy=policy, max_prefill_token_num=90, **config) as engine:
+        with Native(store, device="cuda", max_prefill_token_num=90, **scheme, **config) as engine:
             for _ in range(2):
                 requests = [engine.submit(p, 60) for p in prompts]
                 texts.append([engine.tokens(r) for r in requests])

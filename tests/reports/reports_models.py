@@ -59,10 +59,11 @@ def card(name="fp16", scheme=None, disk=270_000_000) -> ModelCard:
     )
 
 
-def policy(bits=16, ppl=12.0, kl=0.0, tok_s=40.0) -> KvPolicy:
+def policy(bits=16, ppl=12.0, kl=0.0, tok_s=40.0, rotation=False) -> KvPolicy:
     return KvPolicy(
         name=str(bits),
         quant_policy=0 if bits == 16 else bits,
+        rotation=rotation,
         bytes_per_token=23040 * bits / 16,
         bits_per_token=8 * 23040 * bits / 16,
         ppl=ppl,

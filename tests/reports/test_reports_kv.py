@@ -11,11 +11,12 @@ from reports_models import byte_tokenizer, make_model, policy
 from turbomill.cli import cli
 from turbomill.convert.checkpoint import open_checkpoint
 from turbomill.convert.reference import load_dense_model
+from turbomill.engine.kv_scheme import KvScheme
 from turbomill.engine.stores import open_model
 from turbomill.errors import UsageError
 from turbomill.reports.evaluation import EvalOptions
 from turbomill.reports.kv import KvOptions, bytes_per_token, context_lengths, decode_load, evaluate_kv
-from turbomill.reports.kv_policies import parse_policies
+from turbomill.reports.kv_policies import EVALUATED, parse_policies
 from turbomill.reports.kv_stats import measure_kv, rounded
 from turbomill.reports.runs import ByLength, LayerKv, load_run
 from turbomill.reports.text import load_eval_windows
@@ -26,7 +27,7 @@ pytest.importorskip("turbomill._core")
 
 def test_policies(tiny, text_file, tmp_path):
     options = EvalOptions(str(text_file), windows=2, window_len=256, num_threads=2, cache=tmp_path / "cache")
-    wanted = KvOptions(items=1, rounds=1, memory=8 << 20)
+    wanted = KvOptions(("16", "8", "4"), items=1, rounds=1, memory=8 << 20)
     run = evaluate_kv(str(tiny), options, wanted, work_dir=tmp_path / "run")
     wide, byte, nibble = run.policies
     assert [p.name for p in run.policies] == ["16", "8", "4"]
@@ -49,9 +50,8 @@ def test_context_lengths_and_their_scores(tiny, text_file, tmp_path, monkeypatch
     assert context_lengths(64) == [16, 32, 64] and context_lengths(70) == [16, 32, 64, 70]
     assert context_lengths(9) == [9]
     options = EvalOptions(str(text_file), windows=3, window_len=64, num_threads=2, cache=tmp_path / "cache")
-    (row,) = evaluate_kv(
-        str(tiny), options, KvOptions((0,), items=0, rounds=1, sensitivity=False), work_dir=tmp_path / "run"
-    ).policies
+    wanted = KvOptions(("16",), items=0, rounds=1, sensitivity=False)
+    (row,) = evaluate_kv(str(tiny), options, wanted, work_dir=tmp_path / "run").policies
     counts = [16, 16, 31]  # predicted tokens of a window of 64
     mean = sum(n * np.log(at.ppl) for n, at in zip(counts, row.by_length, strict=True)) / 63
     assert row.ppl == pytest.approx(np.exp(mean)) and len({at.ppl for at in row.by_length}) == 3
@@ -65,7 +65,7 @@ def test_context_lengths_and_their_scores(tiny, text_file, tmp_path, monkeypatch
 
 def test_another_reference(tiny, tiny_rtn, text_file, tmp_path):
     options = EvalOptions(str(text_file), windows=1, window_len=64, num_threads=2, cache=tmp_path / "cache")
-    wanted = KvOptions((0,), items=0, rounds=1, sensitivity=False)
+    wanted = KvOptions(("16",), items=0, rounds=1, sensitivity=False)
     run = evaluate_kv(str(tiny_rtn), options, wanted, reference=str(tiny))
     # Beyond the unquantized cache there is nothing to hold against it.
     assert run.policies[0].kl > 1e-3 and run.verdict == "safe"
@@ -163,7 +163,7 @@ def outlier_model(path, size):
 
 def test_large_channels_in_k_are_recognised_from_its_values(text_file, tmp_path):
     options = EvalOptions(str(text_file), windows=2, window_len=128, num_threads=2, cache=tmp_path / "cache")
-    wanted = KvOptions(items=0, rounds=1)
+    wanted = KvOptions(("16", "8", "4", "4r"), items=0, rounds=1)
     broken = evaluate_kv(str(outlier_model(tmp_path / "outliers", 120.0)), options, wanted)
     plain = evaluate_kv(str(outlier_model(tmp_path / "plain", 0.0)), options, wanted)
     assert all(row.k_outlier > 20 for row in broken.kv_layers)
@@ -176,7 +176,13 @@ def test_large_channels_in_k_are_recognised_from_its_values(text_file, tmp_path)
     # K is what suffers, not V.
     for row, usual in zip(broken.kv_layers, plain.kv_layers, strict=True):
         assert row.k_error["4"] > 10 * usual.k_error["4"] and row.v_error["4"] < 3 * usual.v_error["4"]
-    assert broken.recommended["quant_policy"] != 4
+    # Rotated, it is as good as in the model without them.
+    rotated, usual = broken.policies[3], plain.policies[3]
+    assert rotated.kl < nibble.kl / 5 and rotated.kl < 3 * usual.kl
+    assert not any("outlier" in reason for reason in rotated.reasons)
+    for row in broken.kv_layers:
+        assert row.k_error["4r"] < row.k_error["4"] / 5
+    assert (broken.recommended["quant_policy"], broken.recommended["rotation"]) != (4, False)
 
 
 def measured(bits, kl, passkey=None, copy=None, lengths=()):
@@ -241,7 +247,7 @@ def test_the_smallest_safe_cache_is_recommended():
 
 
 def test_policies_are_read():
-    assert parse_policies("8") == (0, 8) and parse_policies("16, 4,8,4") == (0, 4, 8)
+    assert parse_policies("8") == ("16", "8") and parse_policies("0,16,8,k8v4r,4, 4r") == EVALUATED
     with pytest.raises(UsageError, match="--policies 8,5: '5' is not one of"):
         parse_policies("8,5")
 
@@ -274,10 +280,12 @@ def test_bytes_per_token_by_hand(tiny):
     """2 layers, K and V, 2 heads of 16: fp16; or codes and a 16-bit scale and zero for each head."""
     store = open_model(tiny)
     values = 2 * 2 * 2
-    assert bytes_per_token(store, 0) == values * 16 * 2
-    assert bytes_per_token(store, 0, "float32") == values * 16 * 4
-    assert bytes_per_token(store, 8) == values * (16 + 4)
-    assert bytes_per_token(store, 4) == values * (8 + 4)
+    assert bytes_per_token(store, KvScheme()) == values * 16 * 2
+    assert bytes_per_token(store, KvScheme(), "float32") == values * 16 * 4
+    assert bytes_per_token(store, KvScheme(8)) == values * (16 + 4)
+    assert bytes_per_token(store, KvScheme(4)) == values * (8 + 4)
+    assert bytes_per_token(store, KvScheme("k8v4")) == values * (12 + 4)
+    assert bytes_per_token(store, KvScheme(4, layers_16bit=(1,))) == values / 2 * (8 + 4 + 32)
 
 
 @pytest.mark.parametrize("length", [2, 3, 50, 96, 4096])

@@ -76,7 +76,7 @@ def test_question_back(llama):
     assert (chosen.weights, chosen.kv) == ("4", "8")
 
 
-@pytest.mark.parametrize("policy", [0, 8, 4])
+@pytest.mark.parametrize("policy", [0, 8, 4, 84, 16])
 @pytest.mark.parametrize("changes", [{}, {"num_key_value_heads": 4, "head_dim": 32, "num_hidden_layers": 3}])
 def test_equals_the_engines_block_count(tmp_path, monkeypatch, policy, changes):
     pytest.importorskip("turbomill._core")
@@ -153,7 +153,7 @@ def test_command(llama):
     result = CliRunner().invoke(cli, [*arguments, "--conversations", "40", "--json"])
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
-    assert len(found["rows"]) == 9 and found["recommended"] == {"weights": "16", "quant_policy": 8}
+    assert len(found["rows"]) == 15 and found["recommended"] == {"weights": "16", "quant_policy": 8}
     shown = CliRunner().invoke(cli, arguments)
     assert shown.exit_code == 0 and "one conversation of 16,384 tokens" in shown.stdout
     assert "8 bits: the store keeps 8-bit weights in 16 bits" in " ".join(shown.stdout.split())

@@ -11,6 +11,7 @@ from reports_models import make_model
 from turbomill.calib_data import Windows
 from turbomill.convert.checkpoint import open_checkpoint
 from turbomill.convert.reference import load_dense_model
+from turbomill.engine.kv_scheme import KvScheme
 from turbomill.engine.stores import open_model
 from turbomill.engine.turbomind import TurbomindEngine
 from turbomill.errors import TurbomillError, UsageError
@@ -92,7 +93,7 @@ def test_a_changed_source_is_not_the_reference(tiny_rtn, options, tmp_path):
 
 
 def test_kv_quantization_shows(tiny, options):
-    kl = [evaluate_ppl(str(tiny), options, reference=str(tiny), quant_policy=p).score.kl for p in (8, 4)]
+    kl = [evaluate_ppl(str(tiny), options, reference=str(tiny), kv=KvScheme(p)).score.kl for p in (8, 4)]
     assert 0 < kl[0] < kl[1]
 
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from turbomill.engine.kv_scheme import KvScheme
 from turbomill.engine.turbomind import TurbomindEngine
 from turbomill.reports.evaluation import EvalOptions
 from turbomill.reports.journal import Journal
@@ -56,14 +57,14 @@ def test_another_evaluation_does_not_take_its_windows(tiny, options, passes):
     with pytest.raises(KeyboardInterrupt):
         evaluate_ppl(str(tiny), options)
     passes.stop = None
-    evaluate_ppl(str(tiny), options, quant_policy=4)
+    evaluate_ppl(str(tiny), options, kv=KvScheme(4))
     assert passes.count == 2 + 4
     evaluate_ppl(str(tiny), options)
     assert passes.count == 6 + 2
 
 
 def test_caches_that_are_done_are_not_scored_again(tiny, options, passes):
-    wanted = KvOptions((0, 8), items=0, rounds=1, sensitivity=False)
+    wanted = KvOptions(("16", "8"), items=0, rounds=1, sensitivity=False)
     whole = evaluate_kv(str(tiny), options, wanted)
     passes.count, passes.stop = 0, 6
     with pytest.raises(KeyboardInterrupt):

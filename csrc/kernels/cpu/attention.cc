@@ -52,10 +52,12 @@ void Attention::operator()(int layer, const BatchData& batch, const std::vector<
 void Attention::tile(int layer, const Slice& slice, const Tile& t, int head, const float* qkv, float* out,
                      Scratch& s) {
     const int d = model_.head_dim, group = model_.group(), block_len = cache_.layout.block_len;
+    const bool rotated = cache_.layout.layers[layer].rotated;  // then scores and outputs are of rotated rows
     const int rows = t.count * group;  // row r is query token r / group, query head head * group + r % group
     for (int r = 0; r < rows; ++r) {
         const float* q = qkv + int64_t(r / group) * model_.qkv_dim() + (head * group + r % group) * d;
         std::copy_n(q, d, s.query.data() + int64_t(r) * d);
+        if (rotated) k_.hadamard(s.query.data() + int64_t(r) * d, d, rotation_block(d));
     }
     const bool few = deterministic_ || rows <= kMaxRows;  // a row is computed as if it were alone
     std::fill_n(s.acc.data(), size_t(rows) * d, 0.f);
@@ -100,6 +102,7 @@ void Attention::tile(int layer, const Slice& slice, const Tile& t, int head, con
         float* o = out + int64_t(r / group) * model_.q_dim() + (head * group + r % group) * d;
         const float inverse = 1.f / s.sum[r];
         for (int i = 0; i < d; ++i) o[i] = s.acc[int64_t(r) * d + i] * inverse;
+        if (rotated) k_.hadamard(o, d, rotation_block(d));
     }
 }
 
@@ -107,10 +110,11 @@ const float* Attention::load(int layer, int block, int value, int head, int coun
                              std::vector<float>& scratch) const {
     const CacheLayout& layout = cache_.layout;
     const uint8_t* rows = cache_.rows(block, layer, value, head);
-    if (layout.quantized()) {
+    const LayerLayout& l = layout.layers[layer];
+    if (l.formats.quantized()) {
         const uint16_t* params = cache_.params(block, layer, value, head);
         for (int t = 0; t < count; ++t)
-            k_.kv_dequantize(layout.bits, rows + t * layout.row_bytes, params + 2 * t, layout.head_dim,
+            k_.kv_dequantize(l.formats[value], rows + t * l.row_bytes[value], params + 2 * t, layout.head_dim,
                              scratch.data() + int64_t(t) * layout.head_dim);
         return scratch.data();
     }

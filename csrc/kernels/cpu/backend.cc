@@ -50,6 +50,7 @@ CpuBackend::CpuBackend(const ModelConfig& model, const EngineConfig& config,
       edited_(pool_.size()),
       rope_(inv_freq, config.session_len, model.rope_attention_factor),
       local_rope_(local_inv_freq, config.session_len, 1.f),
+      centres_(model),
       // A sequence that just finished may still be in flight while its successor starts: twice the batch.
       last_token_(2 * config.max_batch_size, 0) {
     require_blas();
@@ -126,6 +127,10 @@ void CpuBackend::rope_and_cache(int layer, Buffer& qkv) {
     const int d = model_.head_dim;
     const RopeTable& table = model_.local_rope(layer) ? local_rope_ : rope_;
     const CacheLayout& layout = cache_.layout;
+    const bool rotated = layout.layers[layer].rotated;
+    if (rotated && centres_.measuring())
+        centres_.add(layer, floats(qkv) + model_.num_heads * d, tokens_, model_.qkv_dim());
+    const float* centre = centres_.of(layer);
     for_rows(tokens_, [&](int t) {
         float* row = floats(qkv) + int64_t(t) * model_.qkv_dim();
         const int position = positions_[t];
@@ -135,19 +140,25 @@ void CpuBackend::rope_and_cache(int layer, Buffer& qkv) {
             k_.rope(row + head * d, cos, sin, table.half);
         const int block = batch_->slices[row_slice_[t]].blocks[position / layout.block_len];
         const int place = position % layout.block_len;
-        for (int value = 0; value < 2; ++value) {
-            for (int head = 0; head < model_.num_kv_heads; ++head) {
-                const float* source = row + (model_.num_heads + value * model_.num_kv_heads + head) * d;
-                uint8_t* target = cache_.rows(block, layer, value, head) + place * layout.row_bytes;
-                if (layout.quantized()) {
-                    k_.kv_quantize(layout.bits, source, d, target,
-                                   cache_.params(block, layer, value, head) + 2 * place);
-                } else {
-                    k_.from_float(layout.dtype, source, target, d);
-                }
-            }
+        float* key = row + model_.num_heads * d;
+        if (rotated) {
+            if (centre)
+                for (int i = 0; i < model_.num_kv_heads * d; ++i) key[i] -= centre[i];
+            k_.hadamard(key, 2 * model_.num_kv_heads * d, rotation_block(d));  // values lie behind keys
         }
+        for (int head = 0; head < 2 * model_.num_kv_heads; ++head, key += d)
+            cache_.write(k_, block, layer, head / model_.num_kv_heads, head % model_.num_kv_heads, place,
+                         key);
     });
+}
+
+void CpuBackend::begin_centring() {
+    centres_.begin();
+}
+
+void CpuBackend::end_centring() {
+    const auto mean = [&](const RopeTable& table) { return MeanRotation(table.cos, table.sin, table.half); };
+    centres_.end(mean(rope_), mean(local_rope_));
 }
 
 void CpuBackend::attention(int layer, Buffer& qkv, Buffer& out) {

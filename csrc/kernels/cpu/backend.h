@@ -10,6 +10,7 @@
 #include "kernels/cpu/kv_cache.h"
 #include "kernels/cpu/linear.h"
 #include "kernels/cpu/moe.h"
+#include "kernels/key_centres.h"
 #include "kernels/sampling.h"
 
 namespace turbomill::cpu {
@@ -33,6 +34,8 @@ class CpuBackend : public Backend {
     void rms_norm(Buffer& x, const std::vector<float>& weight, Buffer& y) override;
     void add_rms_norm(Buffer& delta, Buffer& x, const std::vector<float>& weight, Buffer& y) override;
     void linear(const Linear& w, Buffer& x, Buffer& y) override;
+    void begin_centring() override;
+    void end_centring() override;
     void rope_and_cache(int layer, Buffer& qkv) override;
     void attention(int layer, Buffer& qkv, Buffer& out) override;
     void silu_gate(Buffer& gate_up, Buffer& out) override;
@@ -70,6 +73,7 @@ class CpuBackend : public Backend {
     std::vector<Sampler> samplers_;           // per worker
     std::vector<std::vector<float>> edited_;  // likewise, a row of logits [V]
     RopeTable rope_, local_rope_;
+    KeyCentres centres_;
     std::vector<int> last_token_;  // per slot
 
     // The current step.

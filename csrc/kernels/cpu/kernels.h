@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "core/dtype.h"
+#include "core/kv_scheme.h"
 
 namespace turbomill::cpu {
 
@@ -55,9 +56,13 @@ struct Kernels {
     // 16 rows of the weight as fp32, columns in the order of permute_packed: dst [16, k_tiles * 64]
     void (*dequant_packed)(const PackedWeight& w, int sub, float* dst);
 
-    // Asymmetric quantization of one token's head: codes, then params = (scale, zero) as fp16. bits 8 or 4.
-    void (*kv_quantize)(int bits, const float* x, int d, uint8_t* codes, uint16_t* params);
-    void (*kv_dequantize)(int bits, const uint8_t* codes, const uint16_t* params, int d, float* dst);
+    // One token's head as codes and params = (scale, zero), fp16; integers span the row from its least to its
+    // greatest element.
+    void (*kv_quantize)(KvFormat format, const float* x, int d, uint8_t* codes, uint16_t* params);
+    void (*kv_dequantize)(KvFormat format, const uint8_t* codes, const uint16_t* params, int d, float* dst);
+    // x [d] times the orthonormal Walsh-Hadamard matrix of `block` elements, a power of two, block by block:
+    // its own inverse
+    void (*hadamard)(float* x, int d, int block);
 
     // One row and one block of online softmax: `count` scores are scaled by `scale`, the running max and sum
     // are updated, scores become exp(score - max), and out [d] is rescaled to the new max.

@@ -30,14 +30,26 @@ KvCache::KvCache(const ModelConfig& model, const EngineConfig& config)
             {layout.block_bytes * config.cache_block_count}) {}
 
 uint8_t* KvCache::rows(int block, int layer, int value, int head) const {
-    return data_.get() + block * layout.block_bytes + layer * layout.layer_bytes +
-           (size_t(value) * layout.heads + head) * layout.head_bytes;
+    const LayerLayout& l = layout.layers[layer];
+    return data_.get() + block * layout.block_bytes + l.offset + l.rows_at(value, head, layout.heads);
 }
 
 uint16_t* KvCache::params(int block, int layer, int value, int head) const {
-    uint8_t* base = data_.get() + block * layout.block_bytes + layer * layout.layer_bytes +
-                    2 * size_t(layout.heads) * layout.head_bytes;
-    return reinterpret_cast<uint16_t*>(base + (size_t(value) * layout.heads + head) * layout.param_bytes);
+    const LayerLayout& l = layout.layers[layer];
+    return reinterpret_cast<uint16_t*>(data_.get() + block * layout.block_bytes + l.offset +
+                                       l.params_at(value, head, layout.heads));
+}
+
+void KvCache::write(const Kernels& k, int block, int layer, int value, int head, int place,
+                    const float* x) const {
+    const LayerLayout& l = layout.layers[layer];
+    uint8_t* row = rows(block, layer, value, head) + place * l.row_bytes[value];
+    if (l.formats.quantized()) {
+        k.kv_quantize(l.formats[value], x, layout.head_dim, row,
+                      params(block, layer, value, head) + 2 * place);
+    } else {
+        k.from_float(layout.dtype, x, row, layout.head_dim);
+    }
 }
 
 void KvCache::drop() const {

@@ -8,6 +8,7 @@
 
 #include "engine/batch.h"
 #include "kernels/cache_layout.h"
+#include "kernels/cpu/kernels.h"
 
 namespace turbomill::cpu {
 
@@ -22,6 +23,8 @@ class KvCache {
     // First row of K (0) or V (1) of a head, and its parameters.
     uint8_t* rows(int block, int layer, int value, int head) const;
     uint16_t* params(int block, int layer, int value, int head) const;
+    // Stores x [D] as row `place` of a block.
+    void write(const Kernels& k, int block, int layer, int value, int head, int place, const float* x) const;
     // Gives the pages back; they come again, zeroed, when they are written.
     void drop() const;
     // Whole blocks, one after the other.

@@ -15,7 +15,7 @@ size_t shared_bytes(int d) {
 
 // Columns: output columns of a lane, ceil(D / 32).
 template <class T, int Columns>
-__global__ void attention_kernel(AttentionArgs a, CacheView c, int layer) {
+__global__ void attention_kernel(AttentionArgs a, CacheView c) {
     extern __shared__ float shared[];
     const int d = c.head_dim, group = a.num_heads / c.heads, head = blockIdx.y;
     float* query = shared;                   // [16, D], scaled
@@ -53,8 +53,8 @@ __global__ void attention_kernel(AttentionArgs a, CacheView c, int layer) {
             if (token < end) {
                 const int block = a.blocks[slice.block_offset + token / c.block_len];
                 const int place = token % c.block_len;
-                load_chunk(c, cache_row(c, layer, block, value, head, place),
-                           cache_params(c, layer, block, value, head, place), chunk, out);
+                load_chunk(c, value, cache_row(c, block, value, head, place),
+                           cache_params(c, block, value, head, place), chunk, out);
             }
             float* target = (value ? values + key * d : keys + key * (d + 1)) + 8 * chunk;
             for (int j = 0; j < 8; ++j) target[j] = out[j];
@@ -99,26 +99,25 @@ __global__ void attention_kernel(AttentionArgs a, CacheView c, int layer) {
 }
 
 template <class T, int Columns>
-void launch(const AttentionArgs& args, const CacheView& cache, int layer, cudaStream_t stream) {
+void launch(const AttentionArgs& args, const CacheView& cache, cudaStream_t stream) {
     const size_t bytes = shared_bytes(cache.head_dim);
     if (bytes > 48 * 1024)
         check(cudaFuncSetAttribute(attention_kernel<T, Columns>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                    int(bytes)),
               "attention_any's shared memory");
     attention_kernel<T, Columns>
-        <<<dim3(args.tile_count, cache.heads), kWarps * 32, bytes, stream>>>(args, cache, layer);
+        <<<dim3(args.tile_count, cache.heads), kWarps * 32, bytes, stream>>>(args, cache);
 }
 
 }  // namespace
 
-void attention_any(DType type, const AttentionArgs& args, const CacheView& cache, int layer,
-                   cudaStream_t stream) {
+void attention_any(DType type, const AttentionArgs& args, const CacheView& cache, cudaStream_t stream) {
     if (args.tile_count == 0) return;
     with_type(type, [&]<class T>() {
         const int columns = blocks_for(cache.head_dim, 32);
-        if (columns <= 2) return launch<T, 2>(args, cache, layer, stream);
-        if (columns <= 4) return launch<T, 4>(args, cache, layer, stream);
-        if (columns <= 8) return launch<T, 8>(args, cache, layer, stream);
+        if (columns <= 2) return launch<T, 2>(args, cache, stream);
+        if (columns <= 4) return launch<T, 4>(args, cache, stream);
+        if (columns <= 8) return launch<T, 8>(args, cache, stream);
         throw std::invalid_argument("head_dim is larger than 256");
     });
     check_launch("attention_any");

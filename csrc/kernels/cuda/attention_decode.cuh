@@ -25,22 +25,22 @@
 namespace turbomill::cuda {
 namespace {
 
-template <int Bits, int D, int Columns, int Keys, int Stages>
-constexpr int kDecodeShared = std::max({kDecodeWarps * Stages * kStageBytes<Bits, D, Keys>,  // the rings,
+template <int Policy, int D, int Columns, int Keys, int Stages>
+constexpr int kDecodeShared = std::max({kDecodeWarps * Stages * kStageBytes<Policy, D, Keys>,  // the rings,
                                         WarpResults<D, 8 * Columns>::kBytes,  // warps that merge,
                                         (kMostDecodeParts + 2) * 32 * 4});    // parts that merge
 
-template <class T, int Bits, int D, int Columns, bool Rope, bool Plain, int Keys, int Stages, int Blocks>
+template <class T, int Policy, int D, int Columns, bool Rope, bool Plain, int Keys, int Stages, int Blocks>
 __global__ void __launch_bounds__(kDecodeWarps * 32, Blocks)
-    decode_kernel(DecodeArgs a, AttentionParts workspace, CacheView c, int layer) {
+    decode_kernel(DecodeArgs a, AttentionParts workspace, CacheView c) {
     constexpr int kRows = 8 * Columns;
     extern __shared__ uint4 shared[];
     __shared__ float tops[kDecodeWarps][16], sums[kDecodeWarps][16];
     __shared__ bool last;
-    __shared__ std::conditional_t<Rope, FreshRows<Bits, D>, char> fresh;
+    __shared__ std::conditional_t<Rope, FreshRows<Policy, D>, char> fresh;
     allow_next();
     const int warp = threadIdx.x / 32, t = threadIdx.x % 4;
-    uint8_t* ring = reinterpret_cast<uint8_t*>(shared) + warp * Stages * kStageBytes<Bits, D, Keys>;
+    uint8_t* ring = reinterpret_cast<uint8_t*>(shared) + warp * Stages * kStageBytes<Policy, D, Keys>;
     const int group = a.num_heads / c.heads;
     const int64_t width = int64_t(a.num_heads + 2 * c.heads) * D;
 
@@ -57,8 +57,8 @@ __global__ void __launch_bounds__(kDecodeWarps * 32, Blocks)
     for (int at = range.begin; at < range.end;) {
         const int until = min(range.end, pair_end);
         const int all = e.context + e.length, rows = e.length * group;
-        KeyStream<Bits, D, Keys, Stages> stream(
-            c, layer, head, a.blocks + e.block_offset, e.first_key + (at - pair_begin) * kDecodeUnit,
+        KeyStream<Policy, D, Keys, Stages> stream(
+            c, head, a.blocks + e.block_offset, e.first_key + (at - pair_begin) * kDecodeUnit,
             min(all, e.first_key + (until - pair_begin) * kDecodeUnit), all, ring);
 #pragma unroll
         for (int i = 0; i < Stages - 1; ++i) {
@@ -79,9 +79,9 @@ __global__ void __launch_bounds__(kDecodeWarps * 32, Blocks)
                     static_cast<const T*>(a.qkv) + e.first_row * width + (a.num_heads + head) * D, e.context,
                     cos, sin, fresh);
         }
-        Queries<T, Bits, D, Columns, Rope> queries;
+        Queries<T, Policy, D, Columns, Rope> queries;
         queries.load(static_cast<const T*>(a.qkv), width, e.first_row, head, group, rows, a.scores.scale, cos,
-                     sin);
+                     sin, c.rotated);
         int limit[Columns][2];
 #pragma unroll
         for (int n = 0; n < Columns; ++n)
@@ -94,16 +94,21 @@ __global__ void __launch_bounds__(kDecodeWarps * 32, Blocks)
             stream.request_next();
             if constexpr (Rope)
                 if (e.context < key + Keys) fresh.template patch<Keys>(stage, e.context - key);
-            attend<Plain, T, Bits, D, Columns, Rope, Keys>(stage, key, limit, e.context + 1, all, a.scores,
-                                                           queries, r);
+            attend<Plain, T, Policy, D, Columns, Rope, Keys>(stage, key, limit, e.context + 1, all, a.scores,
+                                                             queries, r);
         }
 
         wait_copies<0>();
         __syncthreads();  // the rings are free: the warps of the block meet there
         const WarpResults<D, kRows> results{reinterpret_cast<float*>(shared), tops, sums};
-        results.template put<Bits>(r, queries);
+        results.template put<Policy>(r, queries);
         __syncthreads();
-        const DecodeOutput<T, D> output{static_cast<T*>(a.out), a.num_heads, e.first_row, head, group};
+        const DecodeOutput<T, D> output{static_cast<T*>(a.out),
+                                        a.num_heads,
+                                        e.first_row,
+                                        head,
+                                        group,
+                                        kRotatesInside<Policy, D> && a.rotate_outputs};
         const bool whole = at == pair_begin && until == pair_end;
         const int first_block = range.share ? pair_begin / range.share : range.first_block;
         const int parts = range.share ? (pair_end - 1) / range.share - first_block + 1 : range.parts;
@@ -134,23 +139,23 @@ __global__ void __launch_bounds__(kDecodeWarps * 32, Blocks)
     }
 }
 
-template <class T, int Bits, int D, int Columns, bool Rope, bool Plain, int Keys, int Stages>
-void launch_decode(const DecodeArgs& args, const AttentionParts& parts, const CacheView& cache, int layer,
+template <class T, int Policy, int D, int Columns, bool Rope, bool Plain, int Keys, int Stages>
+void launch_decode(const DecodeArgs& args, const AttentionParts& parts, const CacheView& cache,
                    cudaStream_t stream) {
-    constexpr int kBlocks = decode_blocks(Bits, 8 * Columns, D);
-    constexpr auto kernel = decode_kernel<T, Bits, D, Columns, Rope, Plain, Keys, Stages, kBlocks>;
-    constexpr int kShared = kDecodeShared<Bits, D, Columns, Keys, Stages>;
+    constexpr int kBlocks = decode_blocks(Policy, 8 * Columns, D);
+    constexpr auto kernel = decode_kernel<T, Policy, D, Columns, Rope, Plain, Keys, Stages, kBlocks>;
+    constexpr int kShared = kDecodeShared<Policy, D, Columns, Keys, Stages>;
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared),
           "attention_decode's shared memory");
     launch_overlapped(kernel, dim3(args.range_count), kDecodeWarps * 32, kShared, stream, "attention_decode",
-                      args, parts, cache, layer);
+                      args, parts, cache);
 }
 
-template <class T, int Bits, int D, int Keys, int Stages>
+template <class T, int Policy, int D, int Keys, int Stages>
 void launch_decode_variant(const DecodeArgs& args, const AttentionParts& parts, const CacheView& cache,
-                           int layer, cudaStream_t stream) {
+                           cudaStream_t stream) {
     const auto run = [&]<int Columns, bool Rope, bool Plain>() {
-        launch_decode<T, Bits, D, Columns, Rope, Plain, Keys, Stages>(args, parts, cache, layer, stream);
+        launch_decode<T, Policy, D, Columns, Rope, Plain, Keys, Stages>(args, parts, cache, stream);
     };
     const auto run_for = [&]<int Columns>() {
         const bool plain = args.scores.window == kNoWindow && args.scores.softcap == 0.f;
@@ -167,16 +172,16 @@ void launch_decode_variant(const DecodeArgs& args, const AttentionParts& parts, 
 
 // Once in each file that includes this, for the cache format of that file. Keys: of a tile; Stages: tiles of
 // a warp's ring.
-template <int Bits, int Keys, int Stages>
+template <int Policy, int Keys, int Stages>
 void attention_decode_for(DType type, const DecodeArgs& args, const AttentionParts& parts,
-                          const CacheView& cache, int layer, cudaStream_t stream) {
+                          const CacheView& cache, cudaStream_t stream) {
     with_half_type(type, [&]<class T>() {
         if (cache.head_dim == 64)
-            launch_decode_variant<T, Bits, 64, Keys, Stages>(args, parts, cache, layer, stream);
+            launch_decode_variant<T, Policy, 64, Keys, Stages>(args, parts, cache, stream);
         else if (cache.head_dim == 128)
-            launch_decode_variant<T, Bits, 128, Keys, Stages>(args, parts, cache, layer, stream);
+            launch_decode_variant<T, Policy, 128, Keys, Stages>(args, parts, cache, stream);
         else
-            launch_decode_variant<T, Bits, 256, 16, 2>(args, parts, cache, layer, stream);
+            launch_decode_variant<T, Policy, 256, 16, 2>(args, parts, cache, stream);
     });
 }
 

@@ -4,8 +4,8 @@
 namespace turbomill::cuda {
 
 void attention_decode_4(DType type, const DecodeArgs& args, const AttentionParts& parts,
-                        const CacheView& cache, int layer, cudaStream_t stream) {
-    attention_decode_for<4, 32, 2>(type, args, parts, cache, layer, stream);
+                        const CacheView& cache, cudaStream_t stream) {
+    attention_decode_for<4, 32, 2>(type, args, parts, cache, stream);
 }
 
 }  // namespace turbomill::cuda

@@ -22,7 +22,7 @@ bool is_power_of_two(int v) {
 }  // namespace
 
 bool attention_prompt_fits(DType type, const CacheView& cache, int num_heads) {
-    const bool plain = cache.bits >= 16;
+    const bool plain = !cache.quantized();
     if (type == DType::F32 || (plain && cache.dtype != type)) return false;
     if (plain && !(is_power_of_two(cache.block_len) && cache.block_len >= kFewestBoxRows)) return false;
     return cache.head_dim % 8 == 0 && cache.head_dim <= kMostDim && num_heads / cache.heads <= kMostRows &&
@@ -30,7 +30,7 @@ bool attention_prompt_fits(DType type, const CacheView& cache, int num_heads) {
 }
 
 void attention_prompt(DType type, const AttentionArgs& args, const CacheView& cache, bool unpacked,
-                      int tokens, int layer, int multiprocessors, cudaStream_t stream) {
+                      int tokens, int multiprocessors, cudaStream_t stream) {
     if (args.tile_count == 0) return;
     const cuuint64_t dim = cache.head_dim, all_heads = args.num_heads + 2 * cache.heads;
     const int group = args.num_heads / cache.heads, box = box_rows(cache);
@@ -55,9 +55,9 @@ void attention_prompt(DType type, const AttentionArgs& args, const CacheView& ca
     // Blocks are named by tables: their number bounds nothing.
     constexpr cuuint64_t kAnyBlocks = 1u << 31;
     maps.cache = make_map<4>(
-        map_type(type), cache.data + layer * cache.layer_bytes,
+        map_type(type), cache.data,
         {dim, cuuint64_t(cache.block_len), cuuint64_t(2 * cache.heads), kAnyBlocks},
-        {cuuint64_t(cache.row_bytes), cuuint64_t(cache.head_bytes), cuuint64_t(cache.block_bytes)},
+        {cuuint64_t(cache.row_bytes[0]), cuuint64_t(cache.head_bytes[0]), cuuint64_t(cache.block_bytes)},
         {64, cuuint32_t(box), 1, 1}, CU_TENSOR_MAP_SWIZZLE_128B);
     with_half_type(type, [&]<class T>() { launch_prompt<T>(maps, job, multiprocessors, stream); });
 }

@@ -30,17 +30,12 @@ constexpr size_t kShared = 2 * size_t(kStage<D>) * 2;  // two tiles
 
 // Brings tiles of 64 keys and values to shared memory in T, in two steps so that a tile's memory accesses run
 // while the tile before it is computed: plain values by asynchronous copies, codes through registers. Tokens
-// from `end` on become zeros. Bits: 16 for a cache in T, or of its codes.
-template <class T, int D, int Bits>
+// from `end` on become zeros. Policy: of the cache, 0 for one in T.
+template <class T, int D, int Policy>
 class TileLoader {
   public:
-    __device__ TileLoader(const CacheView& cache, int layer, int head, const int* blocks, int end)
-        : c_(cache),
-          layer_(layer),
-          head_(head),
-          blocks_(blocks),
-          end_(end),
-          one_block_(cache.block_len % kKeys == 0) {}
+    __device__ TileLoader(const CacheView& cache, int head, const int* blocks, int end)
+        : c_(cache), head_(head), blocks_(blocks), end_(end), one_block_(cache.block_len % kKeys == 0) {}
 
     // Asks for tokens [begin, begin + 64); a stage is keys [64, D + 8], then values.
     __device__ void request(int begin, T* stage) {
@@ -58,14 +53,16 @@ class TileLoader {
             }
 #pragma unroll
             for (int value = 0; value < 2; ++value) {
-                const uint8_t* row = cache_row(c_, layer_, block, value, head_, place);
-                if constexpr (Bits == 16) {
+                const uint8_t* row = cache_row(c_, block, value, head_, place);
+                if constexpr (Policy == 0) {
                     const T* target = stage + (value * kKeys + key) * kStride<D> + 8 * chunk;
                     copy_async(target, inside ? row + 16 * chunk : c_.data, inside ? 16 : 0);
                 } else {
-                    codes_[value][n] = inside ? reinterpret_cast<const Codes*>(row)[chunk] : Codes{};
-                    params_[value][n] =
-                        inside ? *cache_params(c_, layer_, block, value, head_, place) : __half2();
+                    if (value)
+                        value_codes_[n] = inside ? reinterpret_cast<const Values*>(row)[chunk] : Values{};
+                    else
+                        key_codes_[n] = inside ? reinterpret_cast<const Keys*>(row)[chunk] : Keys{};
+                    params_[value][n] = inside ? *cache_params(c_, block, value, head_, place) : __half2();
                 }
             }
         }
@@ -73,32 +70,35 @@ class TileLoader {
 
     // Completes this thread's share of what was requested last; a barrier must follow.
     __device__ void complete(T* stage) {
-        if constexpr (Bits == 16) {
+        if constexpr (Policy == 0) {
             commit_copies();
             wait_copies<0>();
         } else {
 #pragma unroll
             for (int n = 0; n < kEach; ++n) {
                 const int i = threadIdx.x + n * kWarps * 32, key = i / kChunks, chunk = i % kChunks;
-#pragma unroll
-                for (int value = 0; value < 2; ++value)
-                    *reinterpret_cast<uint4*>(stage + (value * kKeys + key) * kStride<D> + 8 * chunk) =
-                        dequantize<T>(spread(codes_[value][n]), params_[value][n]);
+                T* place = stage + key * kStride<D> + 8 * chunk;
+                *reinterpret_cast<uint4*>(place) =
+                    dequantize<T, kKeyFormat<Policy>>(key_codes_[n], params_[0][n]);
+                *reinterpret_cast<uint4*>(place + kKeys * kStride<D>) =
+                    dequantize<T, kValueFormat<Policy>>(value_codes_[n], params_[1][n]);
             }
         }
     }
 
   private:
     static constexpr int kChunks = D / 8, kEach = kKeys * kChunks / (kWarps * 32);
-    using Codes = std::conditional_t<Bits == 4, unsigned, uint2>;  // eight codes
+    using Keys = EightCodes<kKeyFormat<Policy>>;
+    using Values = EightCodes<kValueFormat<Policy>>;
 
     const CacheView& c_;
-    const int layer_, head_;
+    const int head_;
     const int* blocks_;
     const int end_;
     const bool one_block_;  // a tile lies in one cache block
-    Codes codes_[2][Bits == 16 ? 1 : kEach];
-    __half2 params_[2][Bits == 16 ? 1 : kEach];
+    Keys key_codes_[Policy == 0 ? 1 : kEach];
+    Values value_codes_[Policy == 0 ? 1 : kEach];
+    __half2 params_[2][Policy == 0 ? 1 : kEach];
 };
 
 // The running softmax of a warp's rows g (0) and g + 8 (1): sums are of this thread's columns only.
@@ -181,9 +181,9 @@ __device__ void attend(const unsigned (&query)[D / 16][4], const T* keys, const 
     }
 }
 
-template <class T, int D, int RowWarps, int Bits>
+template <class T, int D, int RowWarps, int Policy>
 __global__ void __launch_bounds__(kWarps * 32, RowWarps == 1 ? 3 : 2)
-    attention_kernel(AttentionArgs a, AttentionParts parts, CacheView c, int layer) {
+    attention_kernel(AttentionArgs a, AttentionParts parts, CacheView c) {
     constexpr int kKeyWarps = kWarps / RowWarps, kRows = 16 * RowWarps, kWarpKeys = kKeys / kKeyWarps;
     constexpr int kOut = D + 4;  // stride of an output row while warps merge
     extern __shared__ uint4 shared[];
@@ -214,7 +214,7 @@ __global__ void __launch_bounds__(kWarps * 32, RowWarps == 1 ? 3 : 2)
     Softmax<D> s;
     const int last_row = min(tile.first + kRows, all_rows) - 1;
     const int end = min(tile.end, slice.context + last_row / group + 1);
-    TileLoader<T, D, Bits> loader(c, layer, head, a.blocks + slice.block_offset, end);
+    TileLoader<T, D, Policy> loader(c, head, a.blocks + slice.block_offset, end);
     T *current = stages, *next = stages + kStage<D>;
     // Keys before `start` no row sees.
     const int unseen = slice.context + tile.first / group + 1 - a.scores.window;
@@ -320,29 +320,28 @@ __global__ void __launch_bounds__(kWarps * 32, RowWarps == 1 ? 3 : 2)
     }
 }
 
-template <class T, int D, int RowWarps, int Bits>
-void launch(const AttentionArgs& args, const AttentionParts& parts, const CacheView& cache, int layer,
+template <class T, int D, int RowWarps, int Policy>
+void launch(const AttentionArgs& args, const AttentionParts& parts, const CacheView& cache,
             cudaStream_t stream) {
-    constexpr auto kernel = attention_kernel<T, D, RowWarps, Bits>;
+    constexpr auto kernel = attention_kernel<T, D, RowWarps, Policy>;
     if constexpr (kShared<D> > 48 * 1024)
         check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(kShared<D>)),
               "attention's shared memory");
-    kernel<<<dim3(args.tile_count, cache.heads), kWarps * 32, kShared<D>, stream>>>(args, parts, cache,
-                                                                                    layer);
+    kernel<<<dim3(args.tile_count, cache.heads), kWarps * 32, kShared<D>, stream>>>(args, parts, cache);
 }
 
-template <class T, int RowWarps, int Bits>
-void launch_for_dim(const AttentionArgs& args, const AttentionParts& parts, const CacheView& cache, int layer,
+template <class T, int RowWarps, int Policy>
+void launch_for_dim(const AttentionArgs& args, const AttentionParts& parts, const CacheView& cache,
                     cudaStream_t stream) {
     switch (cache.head_dim) {
         case 64:
-            return launch<T, 64, RowWarps, Bits>(args, parts, cache, layer, stream);
+            return launch<T, 64, RowWarps, Policy>(args, parts, cache, stream);
         case 80:
-            return launch<T, 80, RowWarps, Bits>(args, parts, cache, layer, stream);
+            return launch<T, 80, RowWarps, Policy>(args, parts, cache, stream);
         case 96:
-            return launch<T, 96, RowWarps, Bits>(args, parts, cache, layer, stream);
+            return launch<T, 96, RowWarps, Policy>(args, parts, cache, stream);
         case 128:
-            return launch<T, 128, RowWarps, Bits>(args, parts, cache, layer, stream);
+            return launch<T, 128, RowWarps, Policy>(args, parts, cache, stream);
     }
     throw std::invalid_argument("attention_tensor: no kernel for this head_dim");
 }
@@ -350,14 +349,14 @@ void launch_for_dim(const AttentionArgs& args, const AttentionParts& parts, cons
 }  // namespace
 
 // Once in each file that includes this, for the cache format of that file.
-template <int Bits>
+template <int Policy>
 void attention_tensor_for(DType type, const AttentionArgs& args, const AttentionParts& parts, int tile_rows,
-                          const CacheView& cache, int layer, cudaStream_t stream) {
+                          const CacheView& cache, cudaStream_t stream) {
     with_half_type(type, [&]<class T>() {
         if (tile_rows == kQueryRows) {
-            launch_for_dim<T, 1, Bits>(args, parts, cache, layer, stream);
+            launch_for_dim<T, 1, Policy>(args, parts, cache, stream);
         } else {
-            launch_for_dim<T, 4, Bits>(args, parts, cache, layer, stream);
+            launch_for_dim<T, 4, Policy>(args, parts, cache, stream);
         }
     });
 }

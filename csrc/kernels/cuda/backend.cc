@@ -46,7 +46,7 @@ int multiprocessors(int device) {
 
 DeviceMemory cache_memory(const CacheLayout& layout, const EngineConfig& config) {
     return {layout.block_bytes * config.cache_block_count, "the KV cache",
-            "lower cache_max_entry_count, or use quant_policy 8 or 4"};
+            "lower cache_max_entry_count, or use quant_policy 8, k8v4 or 4"};
 }
 
 // Sequences that hold a slot: one that just finished may still be in flight while its successor starts.
@@ -67,14 +67,14 @@ CudaBackend::CudaBackend(const ModelConfig& model, const EngineConfig& config, c
       linear_(type_, weights_.largest_unfused(), stream_),
       layout_(model, config),
       cache_bytes_(cache_memory(layout_, config)),
-      cache_(cache_view(layout_, cache_bytes_.as<uint8_t>())),
-      attention_kernels_(choose_attention(type_, cache_, model.num_heads)),
+      caches_(cache_views(layout_, config)),
+      attention_kernels_(choose_attention(type_, caches_, model.num_heads)),
       multiprocessors_(multiprocessors(device_)),
-      prompt_tiles_(choose_prompt_tiles(type_, cache_, model, config)),
+      prompt_tiles_(choose_prompt_tiles(type_, caches_, model, config)),
       rope_(inv_freq, config.session_len, model.rope_attention_factor, stream_),
       local_rope_(local_inv_freq, config.session_len, 1.f, stream_),
       moe_(model, weights, config.max_step_tokens(), type_, multiprocessors_, stream_),
-      step_(config, {model, attention_kernels_, cache_.bits, multiprocessors_, prompt_tiles_},
+      step_(config, {model, attention_kernels_, planned_policy(caches_), multiprocessors_, prompt_tiles_},
             most_slots(config)),
       last_token_((size_t(most_slots(config)) + 1) * 4, "the last tokens", "lower max_batch_size"),
       logit_rows_(most_slots(config)),
@@ -91,14 +91,16 @@ CudaBackend::CudaBackend(const ModelConfig& model, const EngineConfig& config, c
       targets_(size_t(logit_rows_) * 4, "a prompt's next tokens", "lower max_batch_size"),
       target_logprobs_(size_t(logit_rows_) * sizeof(LogprobRow), "a prompt's logprobs",
                        "lower max_batch_size") {
-    const size_t slots = attention_kernels_ == AttentionKernels::Decode
-                             ? 2 * size_t(kMostDecodeRanges) * multiprocessors_
-                             : TilePlanner(model, attention_kernels_, cache_.bits, multiprocessors_).slots() *
-                                   model.num_kv_heads;
+    place_cache();
+    const size_t slots =
+        attention_kernels_ == AttentionKernels::Decode
+            ? 2 * size_t(kMostDecodeRanges) * multiprocessors_
+            : TilePlanner(model, attention_kernels_, planned_policy(caches_), multiprocessors_).slots() *
+                  model.num_kv_heads;
     parts_ = DeviceMemory(slots * kQueryRows * (model.head_dim + 2) * 4, "attention's partial results",
                           "lower cache_max_entry_count");
     if (prompt_tiles_.unpacked_blocks) {
-        unpacked_ = unpacked_view(cache_, type_);
+        unpacked_ = unpacked_view(caches_.front(), type_);
         unpacked_bytes_ = DeviceMemory(unpacked_.block_bytes * prompt_tiles_.unpacked_blocks,
                                        "a prompt's keys and values", "lower session_len");
         unpacked_.data = unpacked_bytes_.as<uint8_t>();
@@ -142,6 +144,8 @@ bool CudaBackend::recordable(const BatchData& batch) const {
 bool CudaBackend::fuses_rope(const BatchData& batch) const {
     return recordable(batch) && int(batch.slices.size()) <= kFewTokens && !model_.qk_norm &&
            2 * rope_.half == model_.head_dim && model_.attention_softcap == 0.f &&
+           std::all_of(caches_.begin(), caches_.end(),
+                       [](const CacheView& c) { return !c.rotated || attention_decode_rotates(c); }) &&
            std::all_of(model_.layer_windows.begin(), model_.layer_windows.end(),
                        [](int window) { return window == 0; });
 }
@@ -170,7 +174,12 @@ void CudaBackend::wake() {
         embedding_ = weights_.at(table_->dense ? table_->dense : table_->codes);
     }
     if (!cache_bytes_.bytes()) cache_bytes_ = cache_memory(layout_, config_);
-    cache_.data = cache_bytes_.as<uint8_t>();
+    place_cache();
+}
+
+void CudaBackend::place_cache() {
+    for (size_t i = 0; i < caches_.size(); ++i)
+        caches_[i].data = cache_bytes_.as<uint8_t>() + layout_.layers[i].offset;
 }
 
 void CudaBackend::copy_blocks(const std::vector<BlockCopy>& copies) {

@@ -52,6 +52,8 @@ class CudaBackend : public Backend {
     void rms_norm(Buffer& x, const std::vector<float>& weight, Buffer& y) override;
     void add_rms_norm(Buffer& delta, Buffer& x, const std::vector<float>& weight, Buffer& y) override;
     void linear(const Linear& w, Buffer& x, Buffer& y) override;
+    void begin_centring() override;
+    void end_centring() override;
     void rope_and_cache(int layer, Buffer& qkv) override;
     void attention(int layer, Buffer& qkv, Buffer& out) override;
     void silu_gate(Buffer& gate_up, Buffer& out) override;
@@ -79,6 +81,9 @@ class CudaBackend : public Backend {
     bool recordable(const BatchData& batch) const;
     // Whether attention_decode rotates and caches this step's tokens.
     bool fuses_rope(const BatchData& batch) const;
+    // Whether it also rotates a layer's outputs back.
+    bool rotates_inside(int layer) const;
+    void place_cache();  // the views' data
     const RopeTable& rope(int layer) const { return model_.local_rope(layer) ? local_rope_ : rope_; }
     AttentionParts parts() const { return {parts_.as<float>(), part_counters_.as<unsigned>()}; }
     AttentionArgs attention_args(int layer, Buffer& qkv, Buffer& out, const QueryTile* tiles,
@@ -112,7 +117,7 @@ class CudaBackend : public Backend {
     LinearRunner linear_;
     const CacheLayout layout_;
     DeviceMemory cache_bytes_;
-    CacheView cache_;
+    std::vector<CacheView> caches_;  // by layer
     const AttentionKernels attention_kernels_;
     const int multiprocessors_;
     const PromptTiles prompt_tiles_;
@@ -138,6 +143,10 @@ class CudaBackend : public Backend {
     int side_ = 0;                                       // of the step being issued
     bool rope_fused_ = false;                            // likewise
     const float *q_norm_ = nullptr, *k_norm_ = nullptr;  // for the next rope_and_cache()
+    // [L, Nkv, D]: sums of the keys of so many tokens while they are measured, then the layers' centres
+    DeviceMemory centres_;
+    int centred_tokens_ = 0;
+    bool centring_ = false;
     StepGraphs graphs_;
 };
 

@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "kernels/cuda/decode_tile.cuh"
+#include "kernels/cuda/hadamard.cuh"
 
 namespace turbomill::cuda {
 
@@ -35,23 +36,33 @@ __device__ inline void rotate_row(const float* cos, const float* sin, WarpRow<D>
     }
 }
 
-// A new token's key (0) and value (1) as the cache holds them, in shared memory.
-template <int Bits, int D>
-struct FreshRows {
-    static constexpr int kBytes = D / 32 * Bits / 8;  // of a lane and row
+// The cache's rotation of a row; D is a power of two.
+template <int D>
+__device__ inline void hadamard_row(WarpRow<D>& v) {
+    hadamard_lanes<D / 32, 32>(v, kFullWarp);
+    const float unit = 1.f / sqrtf(float(D));
+#pragma unroll
+    for (int i = 0; i < D / 32; ++i) v[i] *= unit;
+}
+
+// A new token's key or value as the cache holds it, in shared memory.
+template <KvFormat F, int D>
+struct FreshRow {
+    using Format = DecodeFormat<F, D>;
+    static constexpr int kBytes = D / 32 * Format::kBits / 8;  // of a lane
     using Small =
         std::conditional_t<kBytes == 4, unsigned, std::conditional_t<kBytes == 2, uint16_t, uint8_t>>;
     using Word = std::conditional_t<kBytes == 16, uint4, std::conditional_t<kBytes == 8, uint2, Small>>;
 
-    Word words[2][32];
-    __half2 params[2];
+    Word words[32];
+    __half2 params;
 
-    // By one warp: v as row `value`, here and at `row` and `param` of the cache.
+    // By one warp: v, here and at `row` and `param` of the cache.
     template <class T>
-    __device__ void store(int value, const WarpRow<D>& v, uint8_t* row, __half2* param) {
+    __device__ void store(const WarpRow<D>& v, uint8_t* row, __half2* param) {
         const int lane = threadIdx.x % 32;
         Word word;
-        if constexpr (Bits == 16) {
+        if constexpr (Format::kPlain) {
             T* elements = reinterpret_cast<T*>(&word);
 #pragma unroll
             for (int i = 0; i < D / 32; ++i) elements[i] = from_float<T>(v[i]);
@@ -59,32 +70,45 @@ struct FreshRows {
             float low = v[0], high = v[0];
 #pragma unroll
             for (int i = 1; i < D / 32; ++i) low = fminf(low, v[i]), high = fmaxf(high, v[i]);
-            const Quantizer quantizer(warp_min(low), warp_max(high), (1 << Bits) - 1);
+            const Quantizer quantizer(warp_min(low), warp_max(high), F);
             using Codes = std::conditional_t<kBytes == 8, uint64_t, unsigned>;
             Codes codes = 0;
 #pragma unroll
-            for (int i = 0; i < D / 32; ++i) codes |= Codes(quantizer.code(v[i])) << (Bits * i);
-            if constexpr (kBytes == 8)
+            for (int i = 0; i < D / 32; ++i) codes |= Codes(quantizer.code(v[i])) << (Format::kBits * i);
+            if constexpr (kBytes == 8) {
                 word = make_uint2(unsigned(codes), unsigned(codes >> 32));
-            else
+            } else {
                 word = Word(codes);
-            if (lane == 0) *param = params[value] = quantizer.params;
+            }
+            if (lane == 0) *param = params = quantizer.params;
         }
-        words[value][lane] = word;
+        words[lane] = word;
         reinterpret_cast<Word*>(row)[lane] = word;
     }
 
-    // By the same warp: row `row` of a tile of keys, the tile of values behind it, and their parameters.
+    // By the same warp: row `row` of a tile.
+    __device__ void patch(uint8_t* tile, int row) const {
+        const int lane = threadIdx.x % 32, at = lane * kBytes;
+        *reinterpret_cast<Word*>(tile + 16 * swizzled<Format::kChunks>(row, at / 16) + at % 16) = words[lane];
+    }
+};
+
+template <int Policy, int D>
+struct FreshRows {
+    FreshRow<kKeyFormat<Policy>, D> key;
+    FreshRow<kValueFormat<Policy>, D> value;
+
+    // Row `row` of a tile of keys, the tile of values behind it, and their parameters.
     template <int Keys>
     __device__ void patch(uint8_t* stage, int row) const {
-        using Format = DecodeFormat<Bits, D>;
-        constexpr int kTile = Keys * Format::kRow;
-        const int lane = threadIdx.x % 32, at = lane * kBytes;
-        uint8_t* place = stage + 16 * swizzled<Format::kChunks>(row, at / 16) + at % 16;
-        *reinterpret_cast<Word*>(place) = words[0][lane];
-        *reinterpret_cast<Word*>(place + kTile) = words[1][lane];
-        if (Bits < 16 && lane < 2)
-            reinterpret_cast<__half2*>(stage + 2 * kTile)[lane * Keys + row] = params[lane];
+        constexpr int kKeys = Keys * decltype(key)::Format::kRow,
+                      kValues = Keys * decltype(value)::Format::kRow;
+        key.patch(stage, row);
+        value.patch(stage + kKeys, row);
+        const int lane = threadIdx.x % 32;
+        if (Policy && lane < 2)
+            reinterpret_cast<__half2*>(stage + kKeys + kValues)[lane * Keys + row] =
+                lane ? value.params : key.params;
         __syncwarp();
     }
 };

@@ -8,26 +8,40 @@ namespace turbomill::cuda {
 template <int D>
 constexpr int kDecodePart = 16 * D + 32;  // floats of a partial result: 16 rows, their tops, their sums
 
-// Where a (head, slice) pair's result goes.
-template <class T, int D>
-struct DecodeOutput {
-    T* out;  // [T, Nq, D]
-    int num_heads, first_row, head, group;
-
-    __device__ void write(int row, int column, float4 v) const {
-        T* at =
-            out + (int64_t(first_row + row / group) * num_heads + head * group + row % group) * D + column;
-        at[0] = from_float<T>(v.x), at[1] = from_float<T>(v.y);
-        at[2] = from_float<T>(v.z), at[3] = from_float<T>(v.w);
-    }
-};
-
 __device__ inline float4 scaled(const float4& v, float by) {
     return make_float4(v.x * by, v.y * by, v.z * by, v.w * by);
 }
 __device__ inline void add_scaled(float4& sum, float weight, const float4& v) {
     sum.x += weight * v.x, sum.y += weight * v.y, sum.z += weight * v.z, sum.w += weight * v.w;
 }
+
+// Where a (head, slice) pair's result goes.
+template <class T, int D>
+struct DecodeOutput {
+    T* out;  // [T, Nq, D]
+    int num_heads, first_row, head, group;
+    bool rotated;
+
+    // By the D / 4 threads of a row together.
+    __device__ void write(int row, int column, float4 v) const {
+        if (rotated) rotate(v);
+        T* at =
+            out + (int64_t(first_row + row / group) * num_heads + head * group + row % group) * D + column;
+        at[0] = from_float<T>(v.x), at[1] = from_float<T>(v.y);
+        at[2] = from_float<T>(v.z), at[3] = from_float<T>(v.w);
+    }
+
+  private:
+    // Back from the rotation of values.
+    static __device__ void rotate(float4& v) {
+        if constexpr (D <= 128) {
+            const unsigned mask = D == 128 ? kFullWarp : 0xffffu << (threadIdx.x & 16);
+            float x[4] = {v.x, v.y, v.z, v.w};
+            hadamard_lanes<4, D / 4>(x, mask);
+            v = scaled(make_float4(x[0], x[1], x[2], x[3]), 1.f / sqrtf(float(D)));
+        }
+    }
+};
 
 // What the warps of a block leave in shared memory for each other: outputs relative to the top of their own
 // keys, that top in powers of two, and the sum of their weights.
@@ -40,10 +54,10 @@ struct WarpResults {
     float (*tops)[16];
     float (*sums)[16];
 
-    template <int Bits, class T, int Columns, bool Rope>
+    template <int Policy, class T, int Columns, bool Rope>
     __device__ void put(const Running<D, Columns>& r,
-                        const Queries<T, Bits, D, Columns, Rope>& queries) const {
-        using Format = DecodeFormat<Bits, D>;
+                        const Queries<T, Policy, D, Columns, Rope>& queries) const {
+        using Format = DecodeFormat<kValueFormat<Policy>, D>;
         const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
         for (int n = 0; n < Columns; ++n)
@@ -51,7 +65,7 @@ struct WarpResults {
             for (int i = 0; i < 2; ++i) {
                 const int row = 8 * n + 2 * t + i;
                 const float sum = sum_of_rows(r.sum[n][i]), zero = sum_of_rows(r.zero[n][i]);
-                const float unit = Bits < 16 ? r.unit : 1.f;
+                const float unit = Policy != 0 ? r.unit : 1.f;
                 if (g == 0) {
                     tops[warp][row] = r.top[n][i] * queries.factor[n][i];
                     sums[warp][row] = sum;

@@ -2,21 +2,22 @@
 #pragma once
 
 #include "kernels/cuda/decode_tile.cuh"
+#include "kernels/cuda/hadamard.cuh"
 #include "kernels/cuda/scores.cuh"
 
 namespace turbomill::cuda {
 
 // The query rows of a pair, as the B operand: tile n, column g is row 8 n + g.
-template <class T, int Bits, int D, int Columns, bool Rope>
+template <class T, int Policy, int D, int Columns, bool Rope>
 struct Queries {
     unsigned fragment[Columns][D / 16][2];
     // Of this lane's columns 8 n + 2 t + i: what turns raw scores into powers of two, and the factor of
     // zeros.
     float factor[Columns][2], sum[Columns][2];
 
-    // cos, sin [D / 2]: of the token's position, with Rope.
+    // cos, sin [D / 2]: of the token's position, with Rope; then `rotated` says whether the cache's rows are.
     __device__ void load(const T* qkv, int64_t width, int first_row, int head, int group, int rows,
-                         float score_scale, const float* cos, const float* sin) {
+                         float score_scale, const float* cos, const float* sin, bool rotated) {
         const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
         const float scale = kLog2E * score_scale;
 #pragma unroll
@@ -24,7 +25,7 @@ struct Queries {
             const int row = 8 * n + g;
             const bool inside = row < rows;
             const T* q = qkv + int64_t(first_row + row / group) * width + (head * group + row % group) * D;
-            if constexpr (Bits == 16) {
+            if constexpr (Policy == 0) {
 #pragma unroll
                 for (int s = 0; s < D / 16; ++s)
 #pragma unroll
@@ -34,13 +35,13 @@ struct Queries {
                 if constexpr (Rope) rotate_fragments(cos, sin, n);
                 factor[n][0] = factor[n][1] = scale;
             } else {
-                load_scaled(q + t * (D / 4), inside, scale, cos, sin, n);
+                load_scaled(q + t * (D / 4), inside, scale, cos, sin, rotated, n);
             }
         }
     }
 
   private:
-    using Format = DecodeFormat<Bits, D>;
+    using Format = DecodeFormat<kKeyFormat<Policy>, D>;
 
     // Dimensions D / 2 apart are D / 32 steps apart, in the same lane.
     __device__ void rotate_fragments(const float* cos, const float* sin, int n) {
@@ -62,7 +63,7 @@ struct Queries {
     // Queries become float16 whatever T is: each row is scaled by a power of two that puts its greatest
     // element near 2^8, far from both ends of the type.
     __device__ void load_scaled(const T* q, bool inside, float scale, const float* cos, const float* sin,
-                                int n) {
+                                bool rotated, int n) {
         float v[D / 4];
 #pragma unroll
         for (int i = 0; i < D / 32; ++i) {
@@ -81,8 +82,16 @@ struct Queries {
             for (int i = 0; i < D / 4; ++i) {
                 const float other = __shfl_xor_sync(kFullWarp, v[i], 2), c = cos[first + i],
                             f = sin[first + i];
-                v[i] = to_float(from_float<T>(t < 2 ? v[i] * c - other * f : v[i] * c + other * f));
+                v[i] = t < 2 ? v[i] * c - other * f : v[i] * c + other * f;
             }
+            if (kRotatesInside<Policy, D> && rotated) {
+                hadamard_lanes<D / 4, 4>(v, kFullWarp);
+                const float unit = 1.f / sqrtf(float(D));
+#pragma unroll
+                for (int i = 0; i < D / 4; ++i) v[i] *= unit;
+            }
+#pragma unroll
+            for (int i = 0; i < D / 4; ++i) v[i] = to_float(from_float<T>(v[i]));
         }
         float most = 0.f;
 #pragma unroll
@@ -109,8 +118,8 @@ struct Queries {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int owner = 4 * (2 * t + i);
-            sum[n][i] = __shfl_sync(kFullWarp, total, owner) / kCodeUnit;
-            factor[n][i] = scale * kCodeUnit / __shfl_sync(kFullWarp, up, owner);
+            sum[n][i] = __shfl_sync(kFullWarp, total, owner) / Format::kUnit;
+            factor[n][i] = scale * Format::kUnit / __shfl_sync(kFullWarp, up, owner);
         }
     }
 };

@@ -44,8 +44,8 @@ __device__ inline float sum_of_rows(float v) {
 }
 
 // Capped scores x, which stay in the units of q.factor.
-template <int Tiles, class T, int Bits, int D, int Columns, bool Rope>
-__device__ inline void cap_scores(float softcap, const Queries<T, Bits, D, Columns, Rope>& q,
+template <int Tiles, class T, int Policy, int D, int Columns, bool Rope>
+__device__ inline void cap_scores(float softcap, const Queries<T, Policy, D, Columns, Rope>& q,
                                   float (&x)[Tiles][Columns][4]) {
 #pragma unroll
     for (int n = 0; n < Columns; ++n)
@@ -62,25 +62,26 @@ __device__ inline void cap_scores(float softcap, const Queries<T, Bits, D, Colum
 // One tile of keys [key, key + Keys). Each column sees the keys of the window that ends before its limit;
 // `fewest` is the least limit, `most` the greatest: what is stored beyond has no meaning. Plain: without
 // window and cap.
-template <bool Plain, class T, int Bits, int D, int Columns, bool Rope, int Keys>
+template <bool Plain, class T, int Policy, int D, int Columns, bool Rope, int Keys>
 __device__ inline void attend(const uint8_t* stage, int key, const int (&limit)[Columns][2], int fewest,
-                              int most, const Scores& scores, const Queries<T, Bits, D, Columns, Rope>& q,
+                              int most, const Scores& scores, const Queries<T, Policy, D, Columns, Rope>& q,
                               Running<D, Columns>& r) {
-    using Element = std::conditional_t<Bits == 16, T, __half>;
+    using Element = std::conditional_t<Policy == 0, T, __half>;
     constexpr int kTiles = Keys / 16;
     const int lane = threadIdx.x % 32, g = lane / 4;
-    const uint8_t* values = stage + kTileBytes<Bits, D, Keys>;
+    constexpr KvFormat kKey = kKeyFormat<Policy>, kValue = kValueFormat<Policy>;
+    const uint8_t* values = stage + kTileBytes<kKey, D, Keys>;
     float x[kTiles][Columns][4] = {};  // row g or g + 8 of keys, columns 2t, 2t + 1
 #pragma unroll
     for (int m = 0; m < kTiles; ++m)
-        key_fragments<Bits, D>(stage, 16 * m, lane, [&](int s, const unsigned (&a)[4]) {
+        key_fragments<kKey, D>(stage, 16 * m, lane, [&](int s, const unsigned (&a)[4]) {
 #pragma unroll
             for (int n = 0; n < Columns; ++n)
                 mma<Element>(x[m][n], a, q.fragment[n][s][0], q.fragment[n][s][1]);
         });
     float2 value_params[kTiles][2];
-    if constexpr (Bits < 16) {
-        const __half2* params = reinterpret_cast<const __half2*>(stage + 2 * kTileBytes<Bits, D, Keys>);
+    if constexpr (Policy != 0) {
+        const __half2* params = reinterpret_cast<const __half2*>(stage + kParamsAt<Policy, D, Keys>);
 #pragma unroll
         for (int m = 0; m < kTiles; ++m)
 #pragma unroll
@@ -93,7 +94,8 @@ __device__ inline void attend(const uint8_t* stage, int key, const int (&limit)[
 #pragma unroll
                     for (int i = 0; i < 2; ++i) {
                         float& score = x[m][n][2 * half + i];
-                        score = score * p.x + p.y * q.sum[n][i];
+                        score *= p.x;
+                        if constexpr (DecodeFormat<kKey, D>::kHasZeros) score += p.y * q.sum[n][i];
                     }
             }
     }
@@ -114,7 +116,7 @@ __device__ inline void attend(const uint8_t* stage, int key, const int (&limit)[
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const int at = key + 16 * m + 8 * half + g;
-                if (Bits < 16 && at >= most) value_params[m][half] = make_float2(0.f, 0.f);
+                if (Policy != 0 && at >= most) value_params[m][half] = make_float2(0.f, 0.f);
 #pragma unroll
                 for (int n = 0; n < Columns; ++n)
 #pragma unroll
@@ -149,7 +151,7 @@ __device__ inline void attend(const uint8_t* stage, int key, const int (&limit)[
             }
         r.shrink_outputs(shrink);
     }
-    if constexpr (Bits < 16) {
+    if constexpr (Policy != 0) {
         float scale = 0.f;
 #pragma unroll
         for (int m = 0; m < kTiles; ++m)
@@ -184,14 +186,15 @@ __device__ inline void attend(const uint8_t* stage, int key, const int (&limit)[
                 for (int i = 0; i < 2; ++i) {
                     weight[i] = power_of_two(x[m][n][2 * half + i] * q.factor[n][i] - shift[n][i]);
                     r.sum[n][i] += weight[i];
-                    if constexpr (Bits < 16) {
-                        r.zero[n][i] += weight[i] * value_params[m][half].y;
+                    if constexpr (Policy != 0) {
+                        if constexpr (DecodeFormat<kValue, D>::kHasZeros)
+                            r.zero[n][i] += weight[i] * value_params[m][half].y;
                         weight[i] *= value_params[m][half].x * r.inverse_unit;
                     }
                 }
                 p[n][half] = transposed(pack_pair<Element>(weight[0], weight[1]));
             }
-        value_fragments<Bits, D>(values, 16 * m, lane, [&](int o, const unsigned (&a)[4]) {
+        value_fragments<kValue, D>(values, 16 * m, lane, [&](int o, const unsigned (&a)[4]) {
 #pragma unroll
             for (int n = 0; n < Columns; ++n) mma<Element>(r.out[o][n], a, p[n][0], p[n][1]);
         });

@@ -9,25 +9,31 @@ namespace turbomill::cuda {
 
 constexpr int kDecodeWarps = 4;  // of a block
 
-template <int Bits, int D, int Keys>
-constexpr int kTileBytes = Keys * DecodeFormat<Bits, D>::kRow;
-// Keys, values and, for codes, the parameters of both.
-template <int Bits, int D, int Keys>
-constexpr int kStageBytes = 2 * kTileBytes<Bits, D, Keys> + (Bits < 16 ? 2 * Keys * 4 : 0);
+template <KvFormat F, int D, int Keys>
+constexpr int kTileBytes = Keys * DecodeFormat<F, D>::kRow;
+// Keys, values and, for codes, the parameters of both, which lie at kParamsAt.
+template <int Policy, int D, int Keys>
+constexpr int kParamsAt = kTileBytes<kKeyFormat<Policy>, D, Keys> + kTileBytes<kValueFormat<Policy>, D, Keys>;
+template <int Policy, int D, int Keys>
+constexpr int kStageBytes = kParamsAt<Policy, D, Keys> + (Policy ? 2 * Keys * 4 : 0);
 
 __device__ inline int log2_of(int power) {
     return 31 - __clz(power);
 }
 
 // A warp's tiles: keys [begin, end) in pieces of Keys, every kDecodeWarps-th one.
-template <int Bits, int D, int Keys, int Stages>
+template <int Policy, int D, int Keys, int Stages>
 class KeyStream {
+    static constexpr KvFormat kKey = kKeyFormat<Policy>, kValue = kValueFormat<Policy>;
+
   public:
-    __device__ KeyStream(const CacheView& c, int layer, int head, const int* blocks, int begin, int end,
-                         int all, uint8_t* ring)
+    __device__ KeyStream(const CacheView& c, int head, const int* blocks, int begin, int end, int all,
+                         uint8_t* ring)
         : c_(c),
-          keys_(c.data + layer * c.layer_bytes + head * int64_t(c.head_bytes)),
-          params_(c.data + layer * c.layer_bytes + 2 * c.heads * int64_t(c.head_bytes) +
+          head_(head),
+          keys_(c.data + head * int64_t(c.head_bytes[0])),
+          values_(c.data + c.heads * int64_t(c.head_bytes[0]) + head * int64_t(c.head_bytes[1])),
+          params_(c.data + c.heads * (int64_t(c.head_bytes[0]) + c.head_bytes[1]) +
                   head * int64_t(c.param_bytes)),
           blocks_(blocks),
           shift_(log2_of(c.block_len)),
@@ -64,7 +70,7 @@ class KeyStream {
     __device__ uint8_t* take() {
         wait_copies<Stages - 2>();
         __syncwarp();
-        uint8_t* stage = ring_ + take_ * kStageBytes<Bits, D, Keys>;
+        uint8_t* stage = ring_ + take_ * kStageBytes<Policy, D, Keys>;
         take_ = take_ + 1 == Stages ? 0 : take_ + 1;
         return stage;
     }
@@ -86,18 +92,29 @@ class KeyStream {
     // Rotates and caches the new token `key`, whose key is at `row` of qkv and whose value heads * D further.
     template <class T>
     __device__ void store_fresh(const T* row, int key, const float* cos, const float* sin,
-                                FreshRows<Bits, D>& fresh) const {
+                                FreshRows<Policy, D>& fresh) const {
         const int64_t block = blocks_[key >> shift_] * c_.block_bytes;
         const int place = key & (c_.block_len - 1);
-        uint8_t* cached = const_cast<uint8_t*>(keys_) + block + place * DecodeFormat<Bits, D>::kRow;
-        __half2* params = reinterpret_cast<__half2*>(const_cast<uint8_t*>(params_) + block) + place;
+        const auto at = [&](const uint8_t* base, int bytes) {
+            return const_cast<uint8_t*>(base) + block + place * bytes;
+        };
+        __half2* params = reinterpret_cast<__half2*>(at(params_, 4));
         WarpRow<D> k, v;
         load_row<T, D>(row, k);
         load_row<T, D>(row + c_.heads * D, v);
         rotate_row<D>(cos, sin, k);
-        fresh.template store<T>(0, k, cached, params);
-        fresh.template store<T>(1, v, cached + c_.heads * int64_t(c_.head_bytes),
-                                params + c_.heads * int64_t(c_.param_bytes) / 4);
+        if (c_.rotated) {
+            if (c_.centre) {
+#pragma unroll
+                for (int i = 0; i < D / 32; ++i)
+                    k[i] -= c_.centre[head_ * D + threadIdx.x % 32 * (D / 32) + i];
+            }
+            hadamard_row<D>(k);
+            hadamard_row<D>(v);
+        }
+        fresh.key.template store<T>(k, at(keys_, DecodeFormat<kKey, D>::kRow), params);
+        fresh.value.template store<T>(v, at(values_, DecodeFormat<kValue, D>::kRow),
+                                      params + c_.heads * int64_t(c_.param_bytes) / 4);
         __syncwarp();
     }
 
@@ -107,16 +124,17 @@ class KeyStream {
             const int lane = threadIdx.x % 32, place = next_ & (c_.block_len - 1);
             const int64_t block = block_ * c_.block_bytes;
             const int valid = all_ - next_;
-            uint8_t* stage = ring_ + write_ * kStageBytes<Bits, D, Keys>;
-            const uint8_t* rows = keys_ + block + place * DecodeFormat<Bits, D>::kRow;
-            request_rows<Bits, D, Keys>(stage, rows, valid, lane);
-            request_rows<Bits, D, Keys>(stage + kTileBytes<Bits, D, Keys>,
-                                        rows + c_.heads * int64_t(c_.head_bytes), valid, lane);
-            if constexpr (Bits < 16) {
+            uint8_t* stage = ring_ + write_ * kStageBytes<Policy, D, Keys>;
+            request_rows<kKey, D, Keys>(stage, keys_ + block + place * DecodeFormat<kKey, D>::kRow, valid,
+                                        lane);
+            request_rows<kValue, D, Keys>(stage + kTileBytes<kKey, D, Keys>,
+                                          values_ + block + place * DecodeFormat<kValue, D>::kRow, valid,
+                                          lane);
+            if constexpr (Policy != 0) {
                 if (lane < Keys / 2) {
                     const int value = lane / (Keys / 4), chunk = lane % (Keys / 4);
                     copy_async(
-                        stage + 2 * kTileBytes<Bits, D, Keys> + 16 * lane,
+                        stage + kParamsAt<Policy, D, Keys> + 16 * lane,
                         params_ + block + value * int64_t(c_.heads) * c_.param_bytes + 4 * place + 16 * chunk,
                         16);
                 }
@@ -128,7 +146,8 @@ class KeyStream {
     }
 
     const CacheView& c_;
-    const uint8_t *keys_, *params_;
+    const int head_;
+    const uint8_t *keys_, *values_, *params_;
     const int* blocks_;
     const int shift_, end_, all_;
     int next_, read_, block_ = 0, write_ = 0, take_ = 0;

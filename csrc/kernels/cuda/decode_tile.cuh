@@ -1,9 +1,11 @@
 // Tiles of cached keys and values as attention_decode sees them: copied into shared memory as they are
 // stored, and turned into tensor-core fragments on the way into registers, without arithmetic on elements.
 //
-// A code c is given to the tensor cores as the float16 with the bits c: a subnormal, c * 2^-24 exactly.
-// Nibbles that stand four bits higher count sixteen-fold. Both factors are taken back by whoever knows the
-// place: kCodeUnit at the end, the sixteenth in the query (keys) or in the output (values).
+// An integer code c is given to the tensor cores as the float16 with the bits c: a subnormal, c * 2^-24
+// exactly. Nibbles that stand four bits higher count sixteen-fold. The fields of an fp8 code, in the places
+// of float16's, make the number itself (e5m2) or a 256th of it (e4m3). All factors are taken back by whoever
+// knows the place: DecodeFormat's kUnit at the end, the sixteenth in the query (keys) or in the output
+// (values).
 //
 // Rows lie in 16-byte chunks whose places are permuted (swizzled), so that neither the fragments of keys,
 // which read a few rows at one place, nor those of values, which read eight rows at one chunk, meet a bank
@@ -15,14 +17,16 @@
 
 namespace turbomill::cuda {
 
-constexpr float kCodeUnit = 16777216.f;  // 2^24
-
 template <int Chunks>
 __device__ inline int swizzled(int row, int chunk) {
     static_assert((Chunks & (Chunks - 1)) == 0 && Chunks >= 2);
     constexpr int kMask = Chunks < 8 ? Chunks - 1 : 7, kShift = Chunks == 2 ? 2 : Chunks == 4 ? 1 : 0;
     return row * Chunks + (chunk ^ ((row >> kShift) & kMask));
 }
+
+// Whether attention_decode applies the cache's rotation to what it does inside: new tokens and outputs.
+template <int Policy, int D>
+constexpr bool kRotatesInside = Policy == 4 && D <= 128;
 
 // Two codes of a word as two halves.
 __device__ inline unsigned low_bytes(unsigned word) {  // bytes 0, 1
@@ -38,28 +42,61 @@ __device__ inline unsigned odd_bytes(unsigned word) {  // bytes 1, 3
     return __byte_perm(word, 0u, 0x4341);
 }
 
-// How D dimensions of Bits each are spread over fragments.
-template <int Bits, int D>
+// Two fp8 codes as two halves, likewise.
+template <KvFormat F>
+__device__ inline unsigned fp8_bits(unsigned upper_bytes) {
+    return F == KvFormat::E4M3 ? e4m3_bits(upper_bytes) : upper_bytes;
+}
+template <KvFormat F>
+__device__ inline unsigned low_codes(unsigned word) {
+    if constexpr (kIsFp8<F>) return fp8_bits<F>(__byte_perm(word, 0u, 0x1404));
+    return low_bytes(word);
+}
+template <KvFormat F>
+__device__ inline unsigned high_codes(unsigned word) {
+    if constexpr (kIsFp8<F>) return fp8_bits<F>(__byte_perm(word, 0u, 0x3424));
+    return high_bytes(word);
+}
+template <KvFormat F>
+__device__ inline unsigned even_codes(unsigned word) {
+    if constexpr (kIsFp8<F>) return fp8_bits<F>(word << 8 & 0xff00ff00u);
+    return even_bytes(word);
+}
+template <KvFormat F>
+__device__ inline unsigned odd_codes(unsigned word) {
+    if constexpr (kIsFp8<F>) return fp8_bits<F>(word & 0xff00ff00u);
+    return odd_bytes(word);
+}
+
+// How D dimensions of a row of this format are spread over fragments.
+template <KvFormat F, int D>
 struct DecodeFormat {
-    static constexpr int kRow = D * Bits / 8, kChunks = kRow / 16;
+    static constexpr bool kPlain = F == KvFormat::Plain, kNibbles = F == KvFormat::Int4;
+    static constexpr int kBits = kPlain ? 16 : kCodeBits<F>;
+    static constexpr int kRow = D * kBits / 8, kChunks = kRow / 16;
+    // What a code's half is to be multiplied by.
+    static constexpr float kUnit = kPlain || F == KvFormat::E5M2 ? 1.f
+                                   : F == KvFormat::E4M3         ? kE4M3Unit
+                                                                 : 16777216.f;
+    static constexpr bool kHasZeros = F == KvFormat::Int8 || F == KvFormat::Int4;
+    // Whether any bits make finite numbers.
+    static constexpr bool kAlwaysFinite = !kPlain && F != KvFormat::E5M2;
     static constexpr int kOutputs = D / 16;  // tiles of 16 dimensions, as value_fragments numbers them
 
     // The query's side of key_fragments: lane 4g + t holds, for step s, register `pair`, half `half`, this
     // dimension, the j-th of those D / 4 that begin at t * D / 4 (quantized), divided by query_divisor.
     static constexpr __device__ int query_index(int s, int pair, int half) {
-        return Bits == 8 ? 4 * s + 2 * pair + half : 8 * (s / 2) + 2 * (s % 2) + pair + 4 * half;
+        return kNibbles ? 8 * (s / 2) + 2 * (s % 2) + pair + 4 * half : 4 * s + 2 * pair + half;
     }
-    static constexpr __device__ float query_factor(int pair) {
-        return Bits == 4 && pair == 1 ? 0.0625f : 1.f;
-    }
+    static constexpr __device__ float query_factor(int pair) { return kNibbles && pair == 1 ? 0.0625f : 1.f; }
     // The dimension of an output's row g (half 0) or g + 8 (1), and the factor that it needs.
     static __device__ int output_dim(int output, int g, int half) {
-        if constexpr (Bits == 16) return 16 * output + g + 8 * half;
-        if constexpr (Bits == 8) return 16 * output + 2 * g + half;
-        return 32 * (output / 2) + 4 * g + 2 * (output % 2) + half;
+        if constexpr (kPlain) return 16 * output + g + 8 * half;
+        if constexpr (kNibbles) return 32 * (output / 2) + 4 * g + 2 * (output % 2) + half;
+        return 16 * output + 2 * g + half;
     }
     static constexpr __device__ float output_factor(int half) {
-        return Bits == 16 ? 1.f : Bits == 4 && half == 1 ? kCodeUnit / 16.f : kCodeUnit;
+        return kNibbles && half == 1 ? kUnit / 16.f : kUnit;
     }
 };
 
@@ -71,33 +108,33 @@ __device__ inline void copy_piece(const void* shared, const void* global, int by
                  : "memory");
 }
 
-// Asks for `Keys` consecutive rows; those from `valid` on become zeros, if the format is plain: there, what
-// was never written may be NaN, whose product with a weight of zero is not zero. Codes are always finite.
-template <int Bits, int D, int Keys>
+// Asks for `Keys` consecutive rows; those from `valid` on become zeros, if the format knows NaN and infinity:
+// what was never written may be that, and its product with a weight of zero is not zero.
+template <KvFormat F, int D, int Keys>
 __device__ inline void request_rows(uint8_t* tile, const uint8_t* rows, int valid, int lane) {
-    constexpr int kChunks = DecodeFormat<Bits, D>::kChunks;
+    constexpr int kChunks = DecodeFormat<F, D>::kChunks;
     static_assert(Keys * kChunks % 32 == 0);
 #pragma unroll
     for (int n = 0; n < Keys * kChunks / 32; ++n) {
         const int i = lane + 32 * n, row = i / kChunks;
         copy_piece(tile + 16 * swizzled<kChunks>(row, i % kChunks), rows + 16 * i,
-                   Bits < 16 || row < valid ? 16 : 0);
+                   DecodeFormat<F, D>::kAlwaysFinite || row < valid ? 16 : 0);
     }
 }
 
 // use(s, a) for each step s of 16 dimensions: keys [first, first + 16) as the A operand.
-template <int Bits, int D, class Use>
+template <KvFormat F, int D, class Use>
 __device__ inline void key_fragments(const uint8_t* tile, int first, int lane, Use&& use) {
-    constexpr int kChunks = DecodeFormat<Bits, D>::kChunks;
+    constexpr int kChunks = DecodeFormat<F, D>::kChunks;
     const int row = first + lane / 4, t = lane % 4;
-    if constexpr (Bits == 16) {
+    if constexpr (F == KvFormat::Plain) {
 #pragma unroll
         for (int s = 0; s < D / 16; ++s) {
             unsigned a[4];
             load_matrices(a, tile + 16 * swizzled<kChunks>(first + lane % 16, 2 * s + lane / 16));
             use(s, a);
         }
-    } else if constexpr (Bits == 8) {
+    } else if constexpr (F != KvFormat::Int4) {
 #pragma unroll
         for (int h = 0; h < D / 64; ++h) {
             const int chunk = t * (D / 64) + h;
@@ -106,7 +143,8 @@ __device__ inline void key_fragments(const uint8_t* tile, int first, int lane, U
             const unsigned v[4] = {low.x, low.y, low.z, low.w}, w[4] = {high.x, high.y, high.z, high.w};
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const unsigned a[4] = {low_bytes(v[i]), low_bytes(w[i]), high_bytes(v[i]), high_bytes(w[i])};
+                const unsigned a[4] = {low_codes<F>(v[i]), low_codes<F>(w[i]), high_codes<F>(v[i]),
+                                       high_codes<F>(w[i])};
                 use(4 * h + i, a);
             }
         }
@@ -144,10 +182,10 @@ __device__ inline void key_fragments(const uint8_t* tile, int first, int lane, U
 
 // use(o, a) for each output o of 16 dimensions: transposed values of keys [first, first + 16) as the A
 // operand.
-template <int Bits, int D, class Use>
+template <KvFormat F, int D, class Use>
 __device__ inline void value_fragments(const uint8_t* tile, int first, int lane, Use&& use) {
-    constexpr int kChunks = DecodeFormat<Bits, D>::kChunks;
-    if constexpr (Bits == 16) {
+    constexpr int kChunks = DecodeFormat<F, D>::kChunks;
+    if constexpr (F == KvFormat::Plain) {
         const int row = first + lane % 8 + lane / 16 * 8;
 #pragma unroll
         for (int o = 0; o < D / 16; ++o) {
@@ -164,8 +202,9 @@ __device__ inline void value_fragments(const uint8_t* tile, int first, int lane,
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 const unsigned x = r[2 * i], y = r[2 * i + 1];
-                if constexpr (Bits == 8) {
-                    const unsigned a[4] = {even_bytes(x), odd_bytes(x), even_bytes(y), odd_bytes(y)};
+                if constexpr (F != KvFormat::Int4) {
+                    const unsigned a[4] = {even_codes<F>(x), odd_codes<F>(x), even_codes<F>(y),
+                                           odd_codes<F>(y)};
                     use(c + i, a);
                 } else {
 #pragma unroll

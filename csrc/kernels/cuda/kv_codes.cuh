@@ -1,6 +1,9 @@
 // Codes of a quantized cache as 16-bit values.
 #pragma once
 
+#include <type_traits>
+
+#include "kernels/cuda/cache.cuh"
 #include "kernels/cuda/mma.cuh"
 
 namespace turbomill::cuda {
@@ -43,6 +46,33 @@ __device__ inline uint2 spread(uint2 bytes) {
 __device__ inline uint2 spread(unsigned word) {  // nibbles, lowest first
     const unsigned even = word & 0x0f0f0f0fu, odd = (word >> 4) & 0x0f0f0f0fu;
     return make_uint2(__byte_perm(even, odd, 0x5140), __byte_perm(even, odd, 0x7362));
+}
+
+// Eight fp8 codes, likewise.
+template <class T, KvFormat F>
+__device__ inline uint4 dequantize_fp8(uint2 codes, __half2 params) {
+    const float scale = __low2float(params) * (F == KvFormat::E4M3 ? kE4M3Unit : 1.f);
+    const auto pair = [&](unsigned word, unsigned selector) {
+        const unsigned upper = __byte_perm(word, 0u, selector);
+        const unsigned bits = F == KvFormat::E4M3 ? e4m3_bits(upper) : upper;
+        const float2 v = __half22float2(reinterpret_cast<const __half2&>(bits));
+        return pack_pair<T>(v.x * scale, v.y * scale);
+    };
+    return make_uint4(pair(codes.x, 0x1404), pair(codes.x, 0x3424), pair(codes.y, 0x1404),
+                      pair(codes.y, 0x3424));
+}
+
+template <KvFormat F>
+using EightCodes = std::conditional_t<F == KvFormat::Int4, unsigned, uint2>;
+
+// Eight codes of a format as T.
+template <class T, KvFormat F>
+__device__ inline uint4 dequantize(EightCodes<F> codes, __half2 params) {
+    if constexpr (kIsFp8<F>) {
+        return dequantize_fp8<T, F>(codes, params);
+    } else {
+        return dequantize<T>(spread(codes), params);
+    }
 }
 
 }  // namespace turbomill::cuda

@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "core/dtype.h"
+#include "core/kv_scheme.h"
 #include "engine/batch.h"
 #include "kernels/cuda/w4_plan.h"
 
@@ -75,14 +76,19 @@ struct LogprobRow {
 };
 static_assert(sizeof(LogprobRow) == sizeof(Logprobs));
 
-// The paged cache as kernels see it; kernels/cache_layout.h says what the offsets mean.
+// One layer of the paged cache as kernels see it; kernels/cache_layout.h says what the offsets mean.
 struct CacheView {
-    uint8_t* data;
-    int64_t block_bytes, layer_bytes;
-    int row_bytes, head_bytes, param_bytes;
-    int bits;     // 8 or 4: codes; else plain values of `dtype`
-    DType dtype;  // F32, F16, BF16
+    uint8_t* data;  // of the layer in block 0
+    int64_t block_bytes;
+    int row_bytes[2], head_bytes[2], param_bytes;  // [K, V]
+    int policy;                                    // EngineConfig::quant_policy of this layer
+    KvFormat format[2];                            // what it says of [K, V]
+    DType dtype;                                   // of plain rows: F32, F16, BF16
     int heads, head_dim, block_len;
+    bool rotated;         // rows, queries and outputs are rotated (hadamard.cuh)
+    const float* centre;  // [Nkv, D] in fp32, subtracted from keys that are rotated; or null
+
+    bool quantized() const { return policy != 0; }
 };
 
 // A w4 weight on the device, in the store's layout.
@@ -148,8 +154,13 @@ struct RopeArgs {
         *k_norm;  // [D]: each head is first divided by its norm and multiplied by these; null
     float norm_eps;
 };
-// Normalises if asked to, rotates, and writes K and V of `layer` to the cache.
-void rope_and_cache(DType type, const RopeArgs& args, const CacheView& cache, int layer, cudaStream_t stream);
+// Normalises if asked to, rotates by position, then as the cache wants it, and writes K and V to the cache.
+void rope_and_cache(DType type, const RopeArgs& args, const CacheView& cache, cudaStream_t stream);
+
+// sums [Nkv, D] += keys of qkv [T, (Nq + 2 Nkv) D], normalised if asked to, not rotated
+void add_keys(DType type, const RopeArgs& args, const CacheView& cache, float* sums, cudaStream_t stream);
+// Heads of out [T, Nq, D] by the cache's rotation, in place.
+void rotate_outputs(DType type, void* out, int tokens, int num_heads, int head_dim, cudaStream_t stream);
 
 struct AttentionArgs {
     const void* qkv;  // [T, (Nq + 2 Nkv) D] in T
@@ -161,8 +172,7 @@ struct AttentionArgs {
     Scores scores;
 };
 // Works for every type and head size: fp32 arithmetic on the ordinary cores.
-void attention_any(DType type, const AttentionArgs& args, const CacheView& cache, int layer,
-                   cudaStream_t stream);
+void attention_any(DType type, const AttentionArgs& args, const CacheView& cache, cudaStream_t stream);
 
 // Where the parts of a tile meet: kv heads * slots of 16 * (D + 2) floats, and a counter each, zero before
 // and after.
@@ -192,9 +202,9 @@ constexpr int kMostDecodeParts = 128;  // of an entry and head, about: their sum
 
 // Blocks that a multiprocessor holds, for slices of at most `rows` query rows: as many as registers and
 // shared memory allow with the rings that were measured to be best.
-constexpr int decode_blocks(int bits, int rows, int head_dim) {
-    if (head_dim > 128) return bits < 16 && rows <= 8 ? 2 : 1;
-    const int blocks = bits == 4 ? 4 : 3;
+constexpr int decode_blocks(int policy, int rows, int head_dim) {
+    if (head_dim > 128) return policy && rows <= 8 ? 2 : 1;
+    const int blocks = policy == 4 ? 4 : 3;
     return rows <= 8 ? blocks : (blocks + 1) / 2;
 }
 
@@ -209,25 +219,28 @@ struct DecodeArgs {
     // then does its work for them, unless there is a window or a cap. Null otherwise.
     const float *cos, *sin;
     Scores scores;
+    bool rotate_outputs;  // back, of a cache that is rotated: where attention_decode_rotates
 };
+// Whether attention_decode can rotate new tokens and outputs of such a cache, if it is rotated.
+bool attention_decode_rotates(const CacheView& cache);
 // Whether attention_decode has kernels for these.
 bool attention_decode_fits(DType type, const CacheView& cache);
 // Its workspace has two slots and a counter for each range.
 void attention_decode(DType type, const DecodeArgs& args, const AttentionParts& parts, const CacheView& cache,
-                      int layer, cudaStream_t stream);
+                      cudaStream_t stream);
 
 // Whether attention_tensor has kernels for these.
 bool attention_tensor_fits(DType type, const CacheView& cache);
 // On the tensor cores. `tile_rows`: kQueryRows or kPromptRows (whose tiles have one part).
 void attention_tensor(DType type, const AttentionArgs& args, const AttentionParts& parts, int tile_rows,
-                      const CacheView& cache, int layer, cudaStream_t stream);
+                      const CacheView& cache, cudaStream_t stream);
 
 // Whether attention_prompt has kernels for these.
 bool attention_prompt_fits(DType type, const CacheView& cache, int num_heads);
 // Prompts on Hopper. `args.tiles` of prompt_tile_tokens, longest first; `tokens`: rows of qkv. An `unpacked`
 // cache holds each slice's keys and values from block first_slot of its tiles on.
 void attention_prompt(DType type, const AttentionArgs& args, const CacheView& cache, bool unpacked,
-                      int tokens, int layer, int multiprocessors, cudaStream_t stream);
+                      int tokens, int multiprocessors, cudaStream_t stream);
 
 constexpr int kUnpackedBlock = 128;  // tokens of a block of the workspace below
 struct UnpackArgs {
@@ -238,7 +251,7 @@ struct UnpackArgs {
     CacheView workspace;  // of one layer, in T
 };
 // The keys and values that these slices' queries see in a quantized cache, as T.
-void kv_unpack(DType type, const UnpackArgs& args, const CacheView& cache, int layer, cudaStream_t stream);
+void kv_unpack(DType type, const UnpackArgs& args, const CacheView& cache, cudaStream_t stream);
 
 // Rows that w4_few_rows takes at once.
 constexpr int kFewRows = 32;

@@ -3,6 +3,7 @@
 #include <type_traits>
 
 #include "kernels/cuda/cache.cuh"
+#include "kernels/cuda/hadamard.cuh"
 #include "kernels/cuda/launch.h"
 #include "kernels/cuda/overlap.cuh"
 
@@ -13,22 +14,22 @@ constexpr int kWarps = 4;
 constexpr int kMaxDim = 256;
 constexpr int kPerLane = kMaxDim / 32;
 
-__device__ void write_quantized(const CacheView& c, const float* v, uint8_t* row, __half2* params,
-                                uint8_t* codes, int lane) {
+__device__ void write_quantized(const CacheView& c, KvFormat format, const float* v, uint8_t* row,
+                                __half2* params, uint8_t* codes, int lane) {
     const int d = c.head_dim;
     float low = INFINITY, high = -INFINITY;
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i)
         if (lane + 32 * i < d) low = fminf(low, v[i]), high = fmaxf(high, v[i]);
-    const Quantizer quantizer(warp_min(low), warp_max(high), (1 << c.bits) - 1);
+    const Quantizer quantizer(warp_min(low), warp_max(high), format);
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i)
         if (lane + 32 * i < d) codes[lane + 32 * i] = uint8_t(quantizer.code(v[i]));
     __syncwarp();
-    if (c.bits == 8) {
-        for (int i = lane; i < d; i += 32) row[i] = codes[i];
-    } else {
+    if (format == KvFormat::Int4) {
         for (int i = lane; i < d / 2; i += 32) row[i] = uint8_t(codes[2 * i] | codes[2 * i + 1] << 4);
+    } else {
+        for (int i = lane; i < d; i += 32) row[i] = codes[i];
     }
     if (lane == 0) *params = quantizer.params;
 }
@@ -54,7 +55,7 @@ __device__ inline const float* head_norm(const RopeArgs& a, const CacheView& c, 
 }
 
 template <class T>
-__global__ void rope_cache_kernel(RopeArgs a, CacheView c, int layer) {
+__global__ void rope_cache_kernel(RopeArgs a, CacheView c) {
     __shared__ float staged[kWarps][kMaxDim];
     __shared__ uint8_t codes[kWarps][kMaxDim];
     allow_next();
@@ -99,6 +100,19 @@ __global__ void rope_cache_kernel(RopeArgs a, CacheView c, int layer) {
         const float x = staged[warp][j], y = staged[warp][j + a.half];
         v[i] = at < a.half ? x * cosine[i] - y * sine[i] : y * cosine[i] + x * sine[i];
     }
+    const int value = (head - a.num_heads) / c.heads, kv_head = (head - a.num_heads) % c.heads;
+    if (c.rotated) {
+        const bool centred = c.centre && head >= a.num_heads && value == 0;
+#pragma unroll
+        for (int i = 0; i < kPerLane; ++i) {
+            const int at = lane + 32 * i;
+            if (at < d) staged[warp][at] = v[i] - (centred ? c.centre[kv_head * d + at] : 0.f);
+        }
+        hadamard_row(staged[warp], d, d & -d);
+#pragma unroll
+        for (int i = 0; i < kPerLane; ++i)
+            if (lane + 32 * i < d) v[i] = staged[warp][lane + 32 * i];
+    }
     if (head < a.num_heads) {
 #pragma unroll
         for (int i = 0; i < kPerLane; ++i)
@@ -106,22 +120,37 @@ __global__ void rope_cache_kernel(RopeArgs a, CacheView c, int layer) {
         return;
     }
     if (slice < 0) return;
-    const int value = (head - a.num_heads) / c.heads, kv_head = (head - a.num_heads) % c.heads;
     const int block = a.blocks[a.slices[slice].block_offset + position / c.block_len];
     const int place = position % c.block_len;
-    uint8_t* target = cache_row(c, layer, block, value, kv_head, place);
-    if (c.bits < 16) {
-        write_quantized(c, v, target, cache_params(c, layer, block, value, kv_head, place), codes[warp],
-                        lane);
+    uint8_t* target = cache_row(c, block, value, kv_head, place);
+    if (c.policy) {
+        write_quantized(c, value ? c.format[1] : c.format[0], v, target,
+                        cache_params(c, block, value, kv_head, place), codes[warp], lane);
     } else {
         write_plain(c, v, target, lane);
     }
 }
 
-// Sixteen elements of a head to a thread: eight of its first half, and the eight that they rotate with. Bits:
-// 16 for a cache in T, or of its codes. Norm: heads are normalised first.
-template <class T, int D, int Bits, bool Norm>
-__global__ void __launch_bounds__(kWarps * 32) rope_cache_16_kernel(RopeArgs a, CacheView c, int layer) {
+// Codes of a thread's elements, eight to each place.
+template <KvFormat Format>
+__device__ inline void write_codes(const Quantizer& quantizer, const float (&low)[8], const float (&high)[8],
+                                   uint8_t* row, int lane, int lanes) {
+    constexpr int kBits = kCodeBits<Format>;
+    using Codes = std::conditional_t<kBits == 8, uint64_t, uint32_t>;
+    Codes codes[2] = {};
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        codes[0] |= Codes(quantizer.code(low[i])) << (kBits * i);
+        codes[1] |= Codes(quantizer.code(high[i])) << (kBits * i);
+    }
+    reinterpret_cast<Codes*>(row)[lane] = codes[0];
+    reinterpret_cast<Codes*>(row)[lane + lanes] = codes[1];
+}
+
+// Sixteen elements of a head to a thread: eight of its first half, and the eight that they rotate with.
+// Policy: of the cache; 0 for one in T. Norm: heads are normalised first.
+template <class T, int D, int Policy, bool Norm>
+__global__ void __launch_bounds__(kWarps * 32) rope_cache_16_kernel(RopeArgs a, CacheView c) {
     constexpr int kLanes = D / 16;  // of a head
     allow_next();
     const int heads = a.num_heads + 2 * c.heads, lane = threadIdx.x % kLanes;
@@ -165,21 +194,38 @@ __global__ void __launch_bounds__(kWarps * 32) rope_cache_16_kernel(RopeArgs a, 
             high[i] = y * cosine[i] + x * sine[i];
         }
     }
+    if (c.rotated) {
+        if (c.centre && rotates && head >= a.num_heads) {
+            const float* centre = c.centre + (head - a.num_heads) * D + 8 * lane;
+#pragma unroll
+            for (int i = 0; i < 8; ++i) low[i] -= centre[i], high[i] -= centre[i + D / 2];
+        }
+        hadamard_lanes<8, kLanes>(low, kFullWarp);
+        hadamard_lanes<8, kLanes>(high, kFullWarp);
+        const float unit = 1.f / sqrtf(float(D));
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const float x = low[i], y = high[i];
+            low[i] = (x + y) * unit;
+            high[i] = (x - y) * unit;
+        }
+    }
     if (inside && head < a.num_heads) {
         store8(row, low);
         store8(row + D / 2, high);
     }
     const bool cached = inside && head >= a.num_heads && slice >= 0;
+    const bool is_value = head >= a.num_heads + c.heads;
     uint8_t* target = nullptr;
     __half2* params = nullptr;
     if (cached) {
         const int value = (head - a.num_heads) / c.heads, kv_head = (head - a.num_heads) % c.heads;
         const int block = a.blocks[a.slices[slice].block_offset + position / c.block_len];
         const int place = position % c.block_len;
-        target = cache_row(c, layer, block, value, kv_head, place);
-        params = cache_params(c, layer, block, value, kv_head, place);
+        target = cache_row(c, block, value, kv_head, place);
+        params = cache_params(c, block, value, kv_head, place);
     }
-    if constexpr (Bits == 16) {
+    if constexpr (Policy == 0) {
         if (!cached) return;
         store8(reinterpret_cast<T*>(target) + 8 * lane, low);
         store8(reinterpret_cast<T*>(target) + 8 * lane + D / 2, high);
@@ -195,39 +241,33 @@ __global__ void __launch_bounds__(kWarps * 32) rope_cache_16_kernel(RopeArgs a, 
             least = fminf(least, __shfl_xor_sync(kFullWarp, least, mask));
             most = fmaxf(most, __shfl_xor_sync(kFullWarp, most, mask));
         }
-        const Quantizer quantizer(least, most, (1 << Bits) - 1);
+        constexpr KvFormat kKey = kKeyFormat<Policy>, kValue = kValueFormat<Policy>;
+        const Quantizer quantizer(least, most, is_value ? kValue : kKey);
         if (!cached) return;
-        using Codes = std::conditional_t<Bits == 8, uint64_t, uint32_t>;  // eight
-        Codes codes[2] = {};
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            codes[0] |= Codes(quantizer.code(low[i])) << (Bits * i);
-            codes[1] |= Codes(quantizer.code(high[i])) << (Bits * i);
+        if (is_value) {
+            write_codes<kValue>(quantizer, low, high, target, lane, kLanes);
+        } else {
+            write_codes<kKey>(quantizer, low, high, target, lane, kLanes);
         }
-        reinterpret_cast<Codes*>(target)[lane] = codes[0];
-        reinterpret_cast<Codes*>(target)[lane + kLanes] = codes[1];
         if (lane == 0) *params = quantizer.params;
     }
 }
 
 // Launches the vector kernel, or returns false.
 template <class T>
-bool rope_by_sixteen(const RopeArgs& args, const CacheView& cache, DType type, int layer,
-                     cudaStream_t stream) {
+bool rope_by_sixteen(const RopeArgs& args, const CacheView& cache, DType type, cudaStream_t stream) {
     const int dim = cache.head_dim;
-    if (2 * args.half != dim || (cache.bits >= 16 && cache.dtype != type)) return false;
-    const auto run = [&]<int D, int Bits>() {
+    if (2 * args.half != dim || (!cache.quantized() && cache.dtype != type)) return false;
+    const auto run = [&]<int D, int Policy>() {
         const int64_t threads = int64_t(args.tokens) * (args.num_heads + 2 * cache.heads) * (D / 16);
-        launch_overlapped(
-            args.q_norm ? rope_cache_16_kernel<T, D, Bits, true> : rope_cache_16_kernel<T, D, Bits, false>,
-            dim3(blocks_for(threads, kWarps * 32)), kWarps * 32, 0, stream, "rope_and_cache", args, cache,
-            layer);
+        launch_overlapped(args.q_norm ? rope_cache_16_kernel<T, D, Policy, true>
+                                      : rope_cache_16_kernel<T, D, Policy, false>,
+                          dim3(blocks_for(threads, kWarps * 32)), kWarps * 32, 0, stream, "rope_and_cache",
+                          args, cache);
         return true;
     };
     const auto run_for = [&]<int D>() {
-        return cache.bits == 8   ? run.template operator()<D, 8>()
-               : cache.bits == 4 ? run.template operator()<D, 4>()
-                                 : run.template operator()<D, 16>();
+        return with_policy(cache.policy, [&]<int Policy>() { return run.template operator()<D, Policy>(); });
     };
     if (dim == 64) return run_for.template operator()<64>();
     if (dim == 128) return run_for.template operator()<128>();
@@ -235,20 +275,99 @@ bool rope_by_sixteen(const RopeArgs& args, const CacheView& cache, DType type, i
     return false;
 }
 
+// A block of threads for each KV head, one for each of its dimensions.
+template <class T>
+__global__ void add_keys_kernel(RopeArgs a, CacheView c, float* sums) {
+    __shared__ float squares[32];
+    const int d = c.head_dim, head = blockIdx.x, i = threadIdx.x, warp = i / 32,
+              warps = (blockDim.x + 31) / 32;
+    const int64_t width = int64_t(a.num_heads + 2 * c.heads) * d;
+    const T* keys = static_cast<const T*>(a.qkv) + int64_t(a.num_heads + head) * d;
+    float sum = 0.f;
+    for (int token = 0; token < a.tokens; ++token) {
+        float v = i < d ? to_float(keys[token * width + i]) : 0.f;
+        if (a.k_norm) {
+            const float part = warp_sum(v * v);
+            __syncthreads();
+            if (i % 32 == 0) squares[warp] = part;
+            __syncthreads();
+            float total = 0.f;
+            for (int w = 0; w < warps; ++w) total += squares[w];
+            if (i < d) v *= a.k_norm[i] / sqrtf(total / float(d) + a.norm_eps);
+        }
+        sum += v;
+    }
+    if (i < d) sums[head * d + i] += sum;
+}
+
+// Eight elements of a head to a thread, and a power of two of threads to a block of the rotation: all of D.
+template <class T, int D>
+__global__ void __launch_bounds__(kWarps * 32) rotate_outputs_8_kernel(T* out, int heads) {
+    constexpr int kLanes = D / 8;
+    allow_next();
+    const int item = int(blockIdx.x) * kWarps * 32 + int(threadIdx.x);
+    const bool inside = item / kLanes < heads;
+    T* elements = out + 8 * int64_t(inside ? item : 0);
+    float v[8];
+    wait_for_previous();
+    load8(elements, v);
+    hadamard_lanes<8, kLanes>(v, kFullWarp);
+    const float unit = 1.f / sqrtf(float(D));
+#pragma unroll
+    for (int i = 0; i < 8; ++i) v[i] *= unit;
+    if (inside) store8(elements, v);
+}
+
+// A warp for each head of each row.
+template <class T>
+__global__ void __launch_bounds__(kWarps * 32) rotate_outputs_kernel(T* out, int heads, int d) {
+    __shared__ float staged[kWarps][kMaxDim];
+    allow_next();
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, head = int(blockIdx.x) * kWarps + warp;
+    wait_for_previous();
+    if (head >= heads) return;
+    T* row = out + int64_t(head) * d;
+    for (int i = lane; i < d; i += 32) staged[warp][i] = to_float(row[i]);
+    hadamard_row(staged[warp], d, d & -d);
+    for (int i = lane; i < d; i += 32) row[i] = from_float<T>(staged[warp][i]);
+}
+
 }  // namespace
 
-void rope_and_cache(DType type, const RopeArgs& args, const CacheView& cache, int layer,
-                    cudaStream_t stream) {
+void add_keys(DType type, const RopeArgs& args, const CacheView& cache, float* sums, cudaStream_t stream) {
+    with_type(type, [&]<class T>() {
+        add_keys_kernel<T>
+            <<<cache.heads, blocks_for(cache.head_dim, 32) * 32, 0, stream>>>(args, cache, sums);
+    });
+    check_launch("add_keys");
+}
+
+void rotate_outputs(DType type, void* out, int tokens, int num_heads, int head_dim, cudaStream_t stream) {
+    if (tokens == 0) return;
+    const int heads = tokens * num_heads;
+    with_type(type, [&]<class T>() {
+        const auto by_eight = [&]<int D>() {
+            launch_overlapped(rotate_outputs_8_kernel<T, D>, dim3(blocks_for(heads, kWarps * 256 / D)),
+                              kWarps * 32, 0, stream, "rotate_outputs", static_cast<T*>(out), heads);
+        };
+        if (head_dim == 64) return by_eight.template operator()<64>();
+        if (head_dim == 128) return by_eight.template operator()<128>();
+        if (head_dim == 256) return by_eight.template operator()<256>();
+        launch_overlapped(rotate_outputs_kernel<T>, dim3(blocks_for(heads, kWarps)), kWarps * 32, 0, stream,
+                          "rotate_outputs", static_cast<T*>(out), heads, head_dim);
+    });
+}
+
+void rope_and_cache(DType type, const RopeArgs& args, const CacheView& cache, cudaStream_t stream) {
     if (args.tokens == 0) return;
     if (cache.head_dim > kMaxDim) throw std::invalid_argument("head_dim is larger than 256");
     bool done = false;
-    if (type == DType::F16) done = rope_by_sixteen<__half>(args, cache, type, layer, stream);
-    if (type == DType::BF16) done = rope_by_sixteen<__nv_bfloat16>(args, cache, type, layer, stream);
+    if (type == DType::F16) done = rope_by_sixteen<__half>(args, cache, type, stream);
+    if (type == DType::BF16) done = rope_by_sixteen<__nv_bfloat16>(args, cache, type, stream);
     if (done) return;
     const dim3 grid(args.tokens, blocks_for(args.num_heads + 2 * cache.heads, kWarps));
     with_type(type, [&]<class T>() {
-        launch_overlapped(rope_cache_kernel<T>, grid, kWarps * 32, 0, stream, "rope_and_cache", args, cache,
-                          layer);
+        launch_overlapped(rope_cache_kernel<T>, grid, kWarps * 32, 0, stream, "rope_and_cache", args, cache);
     });
 }
 

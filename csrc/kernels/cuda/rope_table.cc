@@ -29,4 +29,17 @@ RopeTable::RopeTable(const std::vector<float>& inv_freq, int positions, float fa
     check(cudaStreamSynchronize(stream), "copying the rotary table");
 }
 
+MeanRotation RopeTable::mean(cudaStream_t stream) const {
+    std::vector<float> cosines(cos.bytes() / 4), sines(sin.bytes() / 4);
+    const auto copy = [&](std::vector<float>& to, const DeviceMemory& from) {
+        if (to.empty()) return;
+        check(cudaMemcpyAsync(to.data(), from.as(), from.bytes(), cudaMemcpyDeviceToHost, stream),
+              "reading the rotary table");
+    };
+    copy(cosines, cos);
+    copy(sines, sin);
+    check(cudaStreamSynchronize(stream), "reading the rotary table");
+    return {cosines, sines, half};
+}
+
 }  // namespace turbomill::cuda

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "kernels/cuda/memory.h"
+#include "kernels/key_centres.h"
 
 namespace turbomill::cuda {
 
@@ -15,6 +16,8 @@ struct RopeTable {
 
     int half;               // D_rot/2
     DeviceMemory cos, sin;  // [positions, D_rot/2]
+
+    MeanRotation mean(cudaStream_t stream) const;
 };
 
 }  // namespace turbomill::cuda

@@ -15,16 +15,16 @@ constexpr int kBlocksPerProcessor = 12;  // several waves, so that the last one 
 
 }  // namespace
 
-TilePlanner::TilePlanner(const ModelConfig& model, AttentionKernels kernels, int bits, int multiprocessors,
+TilePlanner::TilePlanner(const ModelConfig& model, AttentionKernels kernels, int policy, int multiprocessors,
                          PromptTiles prompt_tiles)
     : group_(model.group()),
       kv_heads_(model.num_kv_heads),
       head_dim_(model.head_dim),
       kernels_(kernels),
-      bits_(bits),
+      policy_(policy),
       multiprocessors_(multiprocessors),
       prompt_tiles_(prompt_tiles),
-      whole_units_(bits < 16 ? 2 : 1),
+      whole_units_(policy ? 2 : 1),
       target_(ceil_div(kBlocksPerProcessor * multiprocessors, kv_heads_)),
       // Parts have at least total / target keys, so fewer than `target` tiles have several, and these have at
       // most `target` parts and one more each.
@@ -123,7 +123,7 @@ void TilePlanner::end_prompt_launch() {
 // query and one merge. Otherwise equal shares of the whole line.
 void TilePlanner::cut_ranges(DecodePlan& plan) const {
     const auto& entries = plan.entries;
-    const int blocks = multiprocessors_ * decode_blocks(bits_, most_rows, head_dim_);
+    const int blocks = multiprocessors_ * decode_blocks(policy_, most_rows, head_dim_);
     const int units = entries.back().first_unit, total = units * kv_heads_;
     const auto whole = [&](int count) { return ceil_div(count, whole_units_) * whole_units_; };
     const int share =

@@ -30,8 +30,8 @@ struct DecodePlan {
 
 class TilePlanner {
   public:
-    // `bits`: of the cache.
-    TilePlanner(const ModelConfig& model, AttentionKernels kernels, int bits, int multiprocessors,
+    // `policy`: quant_policy of the cache.
+    TilePlanner(const ModelConfig& model, AttentionKernels kernels, int policy, int multiprocessors,
                 PromptTiles prompt_tiles = {});
 
     // Fills the lists below. `padding`: entries without keys that follow the slices'.
@@ -60,7 +60,7 @@ class TilePlanner {
 
     const int group_, kv_heads_, head_dim_;
     const AttentionKernels kernels_;
-    const int bits_, multiprocessors_;
+    const int policy_, multiprocessors_;
     const PromptTiles prompt_tiles_;
     int unpacked_ = 0;       // blocks of the workspace that the launch being planned uses
     const int whole_units_;  // that attention_decode's warps take at once

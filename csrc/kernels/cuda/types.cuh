@@ -89,6 +89,27 @@ void with_half_type(DType type, F&& fn) {
     throw std::invalid_argument("this kernel needs float16 or bfloat16 activations");
 }
 
+// fn.operator()<Policy>() for a layer's quant_policy.
+template <class F>
+auto with_policy(int policy, F&& fn) {
+    switch (policy) {
+        case 0:
+            return fn.template operator()<0>();
+        case 8:
+            return fn.template operator()<8>();
+        case 4:
+            return fn.template operator()<4>();
+        case 84:
+            return fn.template operator()<84>();
+        case 16:
+            return fn.template operator()<16>();
+        case 17:
+            return fn.template operator()<17>();
+        default:
+            throw std::invalid_argument("no kernel for this quant_policy");
+    }
+}
+
 __device__ inline float warp_sum(float v) {
     for (int mask = 16; mask; mask /= 2) v += __shfl_xor_sync(kFullWarp, v, mask);
     return v;

@@ -39,7 +39,17 @@ def shared_prompts(count: int, seed: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("blocks", [16, 20, 40, 200])
-@pytest.mark.parametrize("kv", [{"cache_dtype": "float16"}, {"quant_policy": 8}, {"quant_policy": 4}])
+@pytest.mark.parametrize(
+    "kv",
+    [
+        {"cache_dtype": "float16"},
+        {"quant_policy": 8},
+        {"quant_policy": 4},
+        {"quant_policy": 4, "kv_rotation": True, "kv_16bit_layers": [1]},
+        {"quant_policy": 84, "kv_rotation": True},
+        {"quant_policy": 16},
+    ],
+)
 def test_same_text_with_and_without(store: Any, kv: dict[str, Any], blocks: int) -> None:
     """Whatever is shared, evicted and preempted. 16 blocks are what one of the requests needs."""
     prompts = shared_prompts(24, seed=blocks)

@@ -74,15 +74,33 @@ def test_half_caches_round_keys_and_values_only(cache_dtype: str, isa: str) -> N
     tolerance.assert_close(out, reference(stored, 4, 2, 64, 10), "float32")
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_quantized_cache_is_attention_over_what_it_stored(bits: int, isa: str) -> None:
-    nq, nkv, d = 9, 3, 64
+@pytest.mark.parametrize("rotation", [False, True])
+@pytest.mark.parametrize(("policy", "k", "v"), [(8, 8, 8), (4, 4, 4), (84, 8, 4), (16, 16, 16), (17, 17, 17)])
+@pytest.mark.parametrize(("nq", "nkv", "d"), [(9, 3, 64), (4, 2, 80), (2, 1, 192)])
+def test_quantized_cache_is_attention_over_what_it_stored(
+    nq: int, nkv: int, d: int, policy: int, k: int, v: int, rotation: bool, isa: str
+) -> None:
     qkv = case(130, nq, nkv, d)
-    heads = np.ascontiguousarray(qkv[:, nq * d :].reshape(-1, d))
-    stored = kernels.kv_roundtrip(heads, bits, isa)[2].reshape(130, -1)
-    out = kernels.attention(qkv, nq, nkv, d, 65, quant_policy=bits, isa=isa)
-    expected = reference(np.concatenate([qkv[:, : nq * d], stored], 1), nq, nkv, d, 65)
-    tolerance.assert_close(out, expected, "float32")
+
+    def stored(heads: np.ndarray, policy: int) -> np.ndarray:
+        rows = np.ascontiguousarray(heads.reshape(-1, d))
+        rows = kernels.hadamard(rows, isa) if rotation else rows
+        rows = kernels.kv_roundtrip(rows, policy, isa)[2]
+        return (kernels.hadamard(rows, isa) if rotation else rows).reshape(130, -1)
+
+    q, keys, values = np.split(qkv, [nq * d, (nq + nkv) * d], 1)
+    for context in (65, 129):
+        out = kernels.attention(qkv, nq, nkv, d, context, quant_policy=policy, isa=isa, rotation=rotation)
+        expected = reference(np.concatenate([q, stored(keys, k), stored(values, v)], 1), nq, nkv, d, context)
+        tolerance.assert_close(out, expected, "float32")
+
+
+@pytest.mark.parametrize(("nq", "nkv", "d"), [*HEADS, (2, 1, 192), (4, 2, 24)])
+def test_rotation_changes_nothing_but_rounding(nq: int, nkv: int, d: int, isa: str) -> None:
+    for tokens, context in SPANS:
+        qkv = case(tokens, nq, nkv, d)
+        out = kernels.attention(qkv, nq, nkv, d, context, isa=isa, rotation=True)
+        tolerance.assert_close(out, reference(qkv, nq, nkv, d, context), "float32")
 
 
 @pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 63, 64, 65, 500])

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -48,3 +49,35 @@ def test_error_is_within_a_step(values: list[float], bits: int) -> None:
 def test_constant_rows_are_kept(isa: str) -> None:
     x = np.full((1, 64), 1.5, np.float32)
     assert (kernels.kv_roundtrip(x, 4, isa)[2] == 1.5).all()
+
+
+@pytest.mark.parametrize(("policy", "dtype"), [(16, torch.float8_e4m3fn), (17, torch.float8_e5m2)])
+@pytest.mark.parametrize("d", [24, 64, 80])
+def test_fp8_rows_reach_448(policy: int, dtype: torch.dtype, d: int, isa: str) -> None:
+    """torch's rounding, of rows scaled so that their greatest magnitude becomes e4m3's largest number."""
+    x = np.random.default_rng(d).standard_normal((60, d)).astype(np.float32)
+    x *= np.exp2(np.arange(60) - 40)[:, None].astype(np.float32)
+    x[0] = 0
+    codes, params, values = kernels.kv_roundtrip(x, policy, isa)
+    scale = (np.abs(x).max(1) / np.float32(448)).astype(np.float16)
+    np.testing.assert_array_equal(params.view(np.float16), np.stack([scale, np.zeros_like(scale)], 1))
+    wide = scale.astype(np.float32)[:, None]
+    inverse = np.divide(np.float32(1), wide, out=np.zeros_like(wide), where=wide > 0)
+    numbers = torch.from_numpy(np.clip(x * inverse, -448, 448)).to(dtype)
+    np.testing.assert_array_equal(codes, numbers.view(torch.uint8).numpy())
+    np.testing.assert_array_equal(values, numbers.float().numpy() * wide)
+
+
+@pytest.mark.parametrize(
+    ("d", "block"), [(64, 64), (128, 128), (80, 16), (96, 32), (192, 64), (24, 8), (6, 2)]
+)
+def test_rotation_is_a_hadamard_matrix_in_blocks(d: int, block: int, isa: str) -> None:
+    """Sylvester's construction, over the largest power of two that divides D; its own inverse."""
+    matrix = np.ones((1, 1))
+    while len(matrix) < block:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    matrix = np.kron(np.eye(d // block), matrix) / np.sqrt(block)
+    x = np.random.default_rng(d).standard_normal((5, d)).astype(np.float32)
+    y = kernels.hadamard(x, isa)
+    np.testing.assert_allclose(y, x @ matrix, atol=2e-6)
+    np.testing.assert_allclose(kernels.hadamard(y, isa), x, atol=2e-6)
