@@ -16,13 +16,15 @@ from turbomill.calib_data.windows import Windows, fingerprint, windows
 from turbomill.errors import TurbomillError, UsageError
 
 SPLITS = builtin.SPLITS
+# What the model writes itself: after openings of the built-in text, or after nothing.
+OWN = ("self", "free")
 # Hub sets are endless for our purpose: stop once there is comfortably more text than the windows need.
 HUB_CHARACTERS_PER_TOKEN = 8
 
 
 def known_names() -> list[str]:
     """The names `--calib-dataset` takes beside a path."""
-    return ["builtin", "self", *hub.HUB_SETS]
+    return ["builtin", *OWN, *hub.HUB_SETS]
 
 
 def check_name(name: str) -> None:
@@ -46,7 +48,7 @@ def load_texts(
     """The documents of a text set, at most about `limit` characters of them.
 
     `name` is `builtin`, a local file or folder, or a hub set; `split` "calibration" or "evaluation" never
-    overlap (a local path has one split: it is the whole of both). `self` is no text set: use `load_windows`.
+    overlap (a local path has one split: it is the whole of both). OWN are no text sets: use `load_windows`.
     """
     if split not in SPLITS:
         raise UsageError(f"split {split}: expected one of {', '.join(SPLITS)}")
@@ -68,8 +70,8 @@ def _documents(name: str, split: str, tokenizer: Any) -> Iterator[str]:
         yield from builtin.topics(split)
     elif name in hub.HUB_SETS:
         yield from hub.stream(name, split, tokenizer)
-    elif name == "self":
-        raise UsageError("self: sampled from the model as token windows, it has no text to load")
+    elif name in OWN:
+        raise UsageError(f"{name}: sampled from the model as token windows, it has no text to load")
     else:
         yield from read_path(Path(name), tokenizer)
 
@@ -94,7 +96,7 @@ def load_windows(
     text).
 
     Several sets joined by commas share the samples evenly, the first taking what is left over. `model` builds
-    a transformers causal LM, and is called for `self` alone, which `seed` makes repeatable.
+    a transformers causal LM, and is called for `self` and `free` alone, which `seed` makes repeatable.
     """
     if samples < 1 or seqlen < 1:
         raise UsageError(f"--calib-samples {samples} --calib-seqlen {seqlen}: both must be at least 1")
@@ -115,9 +117,13 @@ def load_windows(
                 )
         cut = torch.cat(parts)
         return Windows(cut, name, split, fingerprint(cut))
-    if name == "self":
-        if model is None:
-            raise UsageError("self: needs the model it samples from")
+    if name in OWN and model is None:
+        raise UsageError(f"{name}: needs the model it samples from")
+    if name == "free":
+        assert model is not None
+        cut = sample_ids(model(), samples, seqlen, seed + (split == "evaluation"))
+    elif name == "self":
+        assert model is not None
         pieces = samples * -(-seqlen // PIECE)
         text = token_ids(tokenizer, load_texts("builtin", split))
         openings = text.unfold(0, OPENING, max((text.numel() - OPENING) // pieces, 1))  # [>= pieces, OPENING]

@@ -49,7 +49,8 @@ def calibration(dataset: str = "builtin", samples: int = 128, seqlen: int = 2048
             "--calib-dataset",
             default=dataset,
             show_default=True,
-            help="builtin, self (sampled from the model), a .txt, .jsonl or .parquet file or folder, or "
+            help="builtin, self or free (written by the model, after openings of the built-in text or after "
+            "nothing), a .txt, .jsonl or .parquet file or folder, or "
             "wikitext2, c4, ptb, pileval, gsm8k, neuralmagic_calibration, open-platypus, openwebtext (hub). "
             "Several, joined by commas, share the samples.",
         ),
@@ -58,7 +59,7 @@ def calibration(dataset: str = "builtin", samples: int = 128, seqlen: int = 2048
         click.option(
             "--batch-size", default=0, show_default=True, help="Windows run together; 0: about 4,096 tokens."
         ),
-        click.option("--seed", default=0, show_default=True, help="For --calib-dataset self."),
+        click.option("--seed", default=0, show_default=True, help="For --calib-dataset self and free."),
         click.option(
             "--spool/--no-spool",
             default=None,
@@ -169,7 +170,7 @@ def auto_gptq(model: str, work_dir: Path, as_json: bool, **given: Any) -> None:
 
 @lite.command()
 @OUTPUT
-@calibration(dataset="builtin,self", samples=64, seqlen=512)
+@calibration(dataset="builtin,free", samples=64, seqlen=512)
 @scheme(group=0)
 @DAMPING
 @click.option(

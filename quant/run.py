@@ -144,7 +144,7 @@ def _write_sidecars(run: _Run, path: Path, rows: list[LayerRow], seconds: float)
 
 def calibration_windows(checkpoint: Checkpoint, options: QuantOptions) -> Windows:
     """The windows the options ask for, cut with the checkpoint's tokenizer (or sampled from the model:
-    `self`).
+    `self`, `free`).
 
     Windows are never longer than the positions the model was trained on.
     """

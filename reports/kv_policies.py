@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from turbomill.engine.kv_scheme import K8V4, KvScheme
 from turbomill.errors import UsageError
+
+if TYPE_CHECKING:
+    from turbomill.reports.runs import KvPolicy
 
 PARAMETER_BYTES = 4  # an fp16 scale and zero, of each token and head
 
@@ -55,6 +59,13 @@ PLANNED = ("16", "8", "fp8", "k8v4r", "4r")
 def policy_of(kv: KvScheme) -> CachePolicy:
     """The policy of a scheme; it does not know of layers that are kept in 16 bits."""
     return next(p for p in POLICIES.values() if (p.quant_policy, p.rotation) == (kv.quant_policy, kv.rotated))
+
+
+def in_words(row: KvPolicy) -> str:
+    """ "8 bits", or what the scheme is."""
+    if row.name.isdigit():
+        return f"{row.name} bits"
+    return KvScheme(row.quant_policy, row.rotation, tuple(row.layers_16bit)).describe()
 
 
 def parse_policies(text: str) -> tuple[str, ...]:

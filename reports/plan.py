@@ -151,6 +151,10 @@ def plan_json(shape: Shape, demand: Demand, fits: Sequence[Fit]) -> dict[str, An
     }
 
 
+def _words(fit: Fit) -> str:
+    return POLICIES[fit.kv].scheme.describe()
+
+
 def answer(shape: Shape, demand: Demand, fits: Sequence[Fit]) -> str:
     """The plan in one sentence."""
     best = choose(fits)
@@ -160,7 +164,7 @@ def answer(shape: Shape, demand: Demand, fits: Sequence[Fit]) -> str:
     asked = f"{what} of {demand.session_len:,} tokens of {shape.name}"
     if best is not None:
         return (
-            f"{asked}: fits with {best.weights}-bit weights and a {best.kv}-bit KV cache, "
+            f"{asked}: fits with {best.weights}-bit weights and {_words(best)} in the KV cache, "
             f"which hold {best.sequences:,}."
         )
     able = [fit for fit in fits if not fit.note]
@@ -168,7 +172,7 @@ def answer(shape: Shape, demand: Demand, fits: Sequence[Fit]) -> str:
     if not most.blocks:
         return f"{asked}: does not fit; the weights alone take {most.weight_bytes / 2**30:.1f} GiB at best."
     text = (
-        f"{asked}: does not fit; {most.weights}-bit weights with a {most.kv}-bit KV cache hold "
+        f"{asked}: does not fit; {most.weights}-bit weights with {_words(most)} in the KV cache hold "
         f"{most.sequences:,}"
     )
     if most.needed_bytes is not None and most.longest_session is not None:

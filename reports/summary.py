@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from turbomill.reports.kv_policies import in_words
 from turbomill.reports.quant_log import sentence
 from turbomill.reports.runs import KvPolicy, Run, TaskScore, Variant
 from turbomill.reports.tables import kl_text, kv_sentences, number, percent
@@ -108,7 +109,7 @@ def _policies(name: str, policies: Sequence[KvPolicy]) -> list[str]:
         if policy is base:
             continue
         text = (
-            f"With {policy.name} bits in the KV cache {name} takes "
+            f"With {in_words(policy)} in the KV cache {name} takes "
             f"{percent(policy.bytes_per_token / base.bytes_per_token)} of the bytes per token; "
             f"perplexity goes from {number(base.ppl, 3)} to {number(policy.ppl, 3)}"
         )

@@ -77,7 +77,7 @@ class TaskKeys(Keys):
 class KvKeys(Keys):
     """As `eval kv`."""
 
-    policies: str = "0,8,4"
+    policies: str = "0,8,4r"
     items: int = 3
 
 

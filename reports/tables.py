@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from turbomill.reports.compare import Compared
+from turbomill.reports.kv_policies import in_words
 from turbomill.reports.plan import Fit
 from turbomill.reports.runs import KvPolicy, LayerKv, ModelCard, Run, Score, Speed, TaskScore, Variant
 
@@ -181,7 +182,7 @@ def kv_sentences(run: Run) -> list[str]:
     for policy in run.policies:
         if policy.quant_policy and policy.verdict is not None:
             why = f": {'; '.join(policy.reasons)}" if policy.reasons else ""
-            lines.append(f"{policy.name} bits in the KV cache of {name}: {policy.verdict}{why}.")
+            lines.append(f"{in_words(policy)} in the KV cache of {name}: {policy.verdict}{why}.")
     if run.recommended is not None:
         lines.append(f"Recommended: {run.recommended['options']}.")
     return lines

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from turbomill.calib_data import Windows, load_texts, token_ids
+from turbomill.calib_data import OWN, Windows, load_texts, token_ids
 from turbomill.calib_data.windows import fingerprint, windows
 from turbomill.convert.store import Store
 from turbomill.errors import TurbomillError, UsageError
@@ -74,8 +74,8 @@ def load_eval_windows(
     length, dataset = options.window_len, options.dataset
     if length > store.context_length:
         raise UsageError(f"--window-len {length}: the model's context is {store.context_length} tokens")
-    if dataset == "self":
-        raise UsageError("--dataset self: a model's own text cannot score it; use builtin or a file")
+    if dataset in OWN:
+        raise UsageError(f"--dataset {dataset}: a model's own text cannot score it; use builtin or a file")
     limit = None
     if dataset != "builtin" and options.windows is not None:
         limit = 16 * options.windows * length

@@ -120,7 +120,8 @@ std::vector<double> bench_w4_plans(int n, int k, int rows, int group, const std:
 // Microseconds of one layer's attention for `batch` sequences that add `length` tokens to `context` ones
 // each.
 double bench_attention(int batch, int context, int length, int num_heads, int num_kv_heads, int head_dim,
-                       int block_len, int quant_policy, const std::string& dtype, bool rotation, int repeats) {
+                       int block_len, int quant_policy, const std::string& dtype, bool rotation,
+                       int repeats) {
     ModelConfig model;
     model.num_layers = 1;
     model.hidden_size = 64;

@@ -28,7 +28,7 @@ using cuda::check;
 struct Variant {
     int window = 0;
     float softcap = 0.f, scale = 0.f;
-    std::vector<float> q_norm, k_norm;  // [D]
+    std::vector<float> q_norm, k_norm;      // [D]
     bool rotation = false, centre = false;  // of the cache; the centre is of all keys
 };
 

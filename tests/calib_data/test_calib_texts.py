@@ -123,6 +123,7 @@ def test_unknown_name_lists_the_known_ones():
     for name in (
         "builtin",
         "self",
+        "free",
         "wikitext2",
         "c4",
         "ptb",
@@ -203,5 +204,11 @@ def test_self_sampling_is_seeded_goes_on_past_eos_and_follows_the_model():
     assert (a[:, 0] == 1).all() and a[:, 1].unique().numel() > 1
     with torch.no_grad():
         chances = model(a).logits[:, 1:-1].log_softmax(-1)  # with no cache: what it should have sampled from
+    openings = torch.arange(3, 63).reshape(3, 20)  # of pieces of 128 tokens
+    d, e = (sample_ids(model, 2, 300, 3, batch_size=size, openings=openings) for size in (4, 4))
+    assert d.shape == (2, 300) and torch.equal(d, e)
+    for row, column, opening in ((0, 0, 0), (0, 128, 1), (0, 256, 2), (1, 0, 0), (1, 128, 1)):
+        assert torch.equal(d[row, column : column + 20], openings[opening])
+    assert not torch.equal(d[0, 20:128], d[1, 20:128])
     given = chances.gather(-1, a[:, 2:, None]).mean()
     assert float(given) > float(chances.mean()) + 1

@@ -299,6 +299,7 @@ async def test_health_says_which_engine_and_whether_it_lives(url, fake_engine):
             "engine": "turbomind",
             "backend": "cpu",
             "reason": "created directly",
+            "kv_cache": "float16",
         }
         fake_engine.close()
         assert (await http.get(f"{url}/health")).status_code == 503

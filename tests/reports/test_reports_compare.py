@@ -130,7 +130,7 @@ def test_real_runs_through_the_command(tiny, tiny_rtn, text_file, tmp_path):
     options = EvalOptions(str(text_file), windows=6, window_len=64, num_threads=2, cache=tmp_path / "cache")
     evaluate_ppl(str(tiny), options, reference=str(tiny), work_dir=tmp_path / "fp16")
     evaluate_ppl(str(tiny_rtn), options, reference=str(tiny), work_dir=tmp_path / "rtn")
-    evaluate_kv(str(tiny), options, KvOptions((0, 4), items=0, rounds=1), work_dir=tmp_path / "kv")
+    evaluate_kv(str(tiny), options, KvOptions(("16", "4"), items=0, rounds=1), work_dir=tmp_path / "kv")
     arguments = ["eval", "compare", *(str(tmp_path / name) for name in ("fp16", "rtn", "kv"))]
     result = CliRunner().invoke(cli, [*arguments, "--json"])
     assert result.exit_code == 0, result.output

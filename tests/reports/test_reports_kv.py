@@ -20,7 +20,7 @@ from turbomill.reports.kv_policies import EVALUATED, parse_policies
 from turbomill.reports.kv_stats import measure_kv, rounded
 from turbomill.reports.runs import ByLength, LayerKv, load_run
 from turbomill.reports.text import load_eval_windows
-from turbomill.reports.verdict import Thresholds, conclude, judge
+from turbomill.reports.verdict import Thresholds, conclude, judge, sensitive_layers
 
 pytest.importorskip("turbomill._core")
 
@@ -292,3 +292,31 @@ def test_bytes_per_token_by_hand(tiny):
 def test_decode_measurement_fits_the_session(tiny_store, length):
     load = decode_load(tiny_store, max(length, 3))
     assert load.prompt_tokens + load.completion_tokens <= min(max(length, 3), 256)
+
+
+def test_layers_that_would_make_rotated_int4_safe():
+    """By hand: a KL of 0.05 splits into 0.02, 0.005 and 0.025; 0.01 is safe."""
+
+    def layer(number, error):
+        return LayerKv(layer=number, k_absmax=1, k_outlier=2, k_error={"4r": error}, v_error={"4r": 0.0})
+
+    layers = [layer(0, 0.4), layer(1, 0.1), layer(2, 0.5)]
+    row, base = policy(4, kl=0.05, rotation=True), policy(16)
+    assert sensitive_layers(row, base, layers, Thresholds()) == (0, 2)
+    assert sensitive_layers(row, base, layers, Thresholds(kl_safe=0.03)) == (2,)
+    assert sensitive_layers(row, base, layers, Thresholds(kl_safe=0.06)) == ()
+
+
+def test_rotated_int4_is_tried_with_layers_in_16_bits(tiny, text_file, tmp_path):
+    options = EvalOptions(str(text_file), windows=2, window_len=128, num_threads=2, cache=tmp_path / "cache")
+    wanted = KvOptions(("16", "4r"), items=0, rounds=1)
+    rotated = evaluate_kv(str(tiny), options, wanted).policies[1]
+    worst = max(at.kl for at in rotated.by_length)
+    strict = KvOptions(("16", "4r"), items=0, rounds=1, thresholds=Thresholds(kl_safe=0.9 * worst, kl_max=9))
+    run = evaluate_kv(str(tiny), options, strict)
+    assert [p.name for p in run.policies] == ["16", "4r", "4r+1"]
+    mixed = run.policies[2]
+    assert len(mixed.layers_16bit) == 1 and mixed.kl < rotated.kl
+    assert mixed.bytes_per_token == (rotated.bytes_per_token + run.policies[0].bytes_per_token) / 2
+    if mixed.verdict == "safe":
+        assert run.recommended["options"] == f"--quant-policy 4 --kv-16bit-layers {mixed.layers_16bit[0]}"

@@ -11,6 +11,7 @@ from turbomill.engine import turbomind
 from turbomill.engine.config import EngineConfig
 from turbomill.engine.stores import open_model
 from turbomill.errors import TurbomillError, UsageError
+from turbomill.reports.kv_policies import POLICIES
 from turbomill.reports.memory import CONTEXT, GPUS, parse_memory, shape_of
 from turbomill.reports.plan import Demand, answer, choose, plan, plan_json
 
@@ -45,12 +46,15 @@ def test_llama_by_hand(llama):
     others = 2 * (8_030_261_248 - linears)
     assert shape.weights["4"] == others + linears // 2 + linears // 128 * 4
     assert shape.weights["8"] == others + linears + linears // 128 * 4
-    assert [shape.kv_bytes_per_token(p) for p in (0, 8, 4)] == [131072, 67584, 34816]
+    assert [shape.kv_bytes_per_token(POLICIES[p]) for p in ("16", "8", "fp8", "k8v4", "4r")] == [
+        *(131072, 67584, 67584, 51200, 34816)
+    ]
+    assert shape.kv_bytes_per_token(POLICIES["4"], (0, 31)) == 30 * 8 * 136 + 2 * 8 * 512
 
 
 def nibbles(shape, demand):
-    """The row of 4-bit weights with a 4-bit cache."""
-    return next(f for f in plan(shape, demand) if (f.weights, f.kv) == ("4", "4"))
+    """The row of 4-bit weights with a rotated 4-bit cache."""
+    return next(f for f in plan(shape, demand) if (f.weights, f.kv) == ("4", "4r"))
 
 
 def test_question_back(llama):
@@ -58,12 +62,13 @@ def test_question_back(llama):
     shape, memory = shape_of(llama), parse_memory("H200")
     asked = Demand(memory, 16384, 200)
     fits = plan(shape, asked)
-    assert [(f.weights, f.kv) for f in fits if f.fits] == [("4", "4")]
-    assert "fits with 4-bit weights and a 4-bit KV cache, which hold 202." in answer(shape, asked, fits)
+    assert [(f.weights, f.kv) for f in fits if f.fits] == [("4", "4r")]
+    text = answer(shape, asked, fits)
+    assert "fits with 4-bit weights and int4 rotated in the KV cache, which hold 202." in text
     more = Demand(memory, 16384, 220)
     best = nibbles(shape, more)
     assert choose(plan(shape, more)) is None and best.sequences == 202
-    assert "does not fit; 4-bit weights with a 4-bit KV cache hold 202, or so many of" in answer(
+    assert "does not fit; 4-bit weights with int4 rotated in the KV cache hold 202, or so many of" in answer(
         shape, more, plan(shape, more)
     )
     # The memory it names is enough, and two blocks' less is not; the session it names fits.

@@ -160,8 +160,9 @@ def test_short_texts_are_refused(tiny, tmp_path, text, length, message):
 
 
 def test_a_models_own_text_is_refused(tiny):
-    with pytest.raises(UsageError, match="--dataset self"):
-        evaluate_ppl(str(tiny), EvalOptions("self", window_len=100))
+    for name in ("self", "free"):
+        with pytest.raises(UsageError, match=f"--dataset {name}"):
+            evaluate_ppl(str(tiny), EvalOptions(name, window_len=100))
 
 
 class BrokenEngine:

@@ -473,10 +473,16 @@ inline vf fp8_values(KvFormat format, const uint8_t* codes) {
 // Nibbles of eight bytes, lowest first.
 inline vf nibble_values(const uint8_t* codes) {
     uint8_t nibbles[16];
+#if defined(__AVX2__)
+    const __m128i bytes = _mm_loadl_epi64((const __m128i*)codes), low = _mm_set1_epi8(15);
+    const __m128i even = _mm_and_si128(bytes, low), odd = _mm_and_si128(_mm_srli_epi16(bytes, 4), low);
+    _mm_storeu_si128((__m128i*)nibbles, _mm_unpacklo_epi8(even, odd));
+#else
     for (int i = 0; i < 8; ++i) {
         nibbles[2 * i] = codes[i] & 15;
         nibbles[2 * i + 1] = codes[i] >> 4;
     }
+#endif
     return from_bytes(nibbles);
 }
 
