@@ -43,7 +43,7 @@ class AsyncEngine(Protocol):
     def generate(
         self, prompt: Prompt, gen: GenerationConfig | None = None
     ) -> AsyncGenerator[GenerationOutput, None]:
-        """Check the prompt now (raises PromptError), run it when iterated.
+        """Check the prompt, and the grammar, now (raises PromptError), run it when iterated.
 
         Closing the iterator, or cancelling the task that waits for it, cancels the request. Raises
         EngineError when the engine fails.

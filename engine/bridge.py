@@ -6,6 +6,8 @@ import asyncio
 import logging
 import threading
 from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -13,6 +15,7 @@ from turbomill.engine.requests import EngineError, PromptError
 
 if TYPE_CHECKING:
     from turbomill import _core
+    from turbomill.engine.guide import Guide
 
 logger = logging.getLogger("turbomill.engine")
 
@@ -25,6 +28,8 @@ class OutputStream:
         self.request_id = request_id
         self.loop = loop
         self.queue: asyncio.Queue[_core.Output | None] = asyncio.Queue()
+        self.guide: Guide | None = None  # says what may follow each token
+        self.failure = "the engine was closed while a request was waiting"  # when a None has come
 
     async def next(self) -> list[_core.Output]:
         """Wait for outputs; return all that came, in order. Raises EngineError if the engine is closed."""
@@ -32,8 +37,8 @@ class OutputStream:
         while not self.queue.empty():
             outputs.append(self.queue.get_nowait())
         received = [output for output in outputs if output is not None]
-        if not received:
-            raise EngineError("the engine was closed while a request was waiting")
+        if len(received) < len(outputs):
+            raise EngineError(self.failure)
         return received
 
     def __enter__(self) -> Self:
@@ -48,7 +53,9 @@ class OutputStream:
 class Bridge:
     """Knows who waits for which request. `on_outputs` is the native engine's callback."""
 
-    def __init__(self) -> None:
+    def __init__(self, run: Callable[[Callable[[], None]], None]) -> None:
+        """`run` has work of the guides done on another thread."""
+        self._run = run
         self._lock = threading.Lock()
         self._streams: dict[int, OutputStream] = {}  # those whose last output has not come
         self._engine: _core.Engine | None = None
@@ -57,8 +64,8 @@ class Bridge:
         """Begin to submit to `engine`."""
         self._engine = engine
 
-    def submit(self, request: _core.Request) -> OutputStream:
-        """Queue a request for the running event loop."""
+    def submit(self, request: _core.Request, start: tuple[Guide, bytes] | None = None) -> OutputStream:
+        """Queue a request for the running event loop. `start`: its guide, and what may come first."""
         loop = asyncio.get_running_loop()
         # Held over the submission, so that the first output finds the stream.
         with self._lock:
@@ -71,6 +78,9 @@ class Bridge:
             except RuntimeError as error:
                 raise EngineError(str(error)) from error
             stream = self._streams[request_id] = OutputStream(self, request_id, loop)
+            if start is not None:
+                stream.guide = start[0]
+                self._engine.allow(request_id, 0, start[1])
         return stream
 
     def leave(self, request_id: int) -> None:
@@ -80,6 +90,21 @@ class Bridge:
             engine = self._engine
         if unfinished and engine is not None:
             engine.cancel(request_id)
+
+    def _follow(self, stream: OutputStream, guide: Guide, token_ids: list[int]) -> None:
+        """Tell the engine what may come after these tokens. It waits, so whatever goes wrong is reported."""
+        try:
+            mask = guide.follow(token_ids)
+        except Exception as error:
+            stream.failure = str(error) if isinstance(error, EngineError) else f"the guide failed: {error!r}"
+            self.leave(stream.request_id)
+            if not stream.loop.is_closed():
+                stream.loop.call_soon_threadsafe(stream.queue.put_nowait, None)
+            return
+        with self._lock:
+            engine = self._engine
+        if engine is not None:
+            engine.allow(stream.request_id, guide.position, mask)
 
     def control(self, action: str, *arguments: object) -> None:
         """Have the engine pause, resume, sleep, wake or update, and wait for it. Raises EngineError."""
@@ -102,6 +127,8 @@ class Bridge:
                     continue
                 if output.finish_reason:
                     del self._streams[output.id]
+                elif stream.guide is not None and output.token_ids:
+                    self._run(partial(self._follow, stream, stream.guide, output.token_ids))
                 batches[stream.loop].append((stream, output))
         for loop, batch in batches.items():
             try:

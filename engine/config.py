@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from turbomill.engine.cache_size import CacheSize
+from turbomill.engine.grammar import Grammar, parse_response_format
 from turbomill.engine.kv_scheme import KvScheme, parse_quant_policy
 from turbomill.errors import UsageError
 
@@ -120,12 +123,15 @@ class GenerationConfig:
     logprobs: int | None = None  # report each token's log probability and those of so many likeliest
     prompt_logprobs: int | None = None  # likewise of the prompt, whose tokens are then all computed
     priority: int = 0  # requests with a lower one go first
+    # What the text must be, as OpenAI and LMDeploy write it (grammar.py); a dict becomes a Grammar.
+    response_format: Grammar | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         # Lists and dicts are what callers have at hand; tuples keep the config hashable.
         for name in TUPLES:
             value = getattr(self, name)
             object.__setattr__(self, name, (value,) if isinstance(value, str | int) else tuple(value or ()))
+        object.__setattr__(self, "response_format", parse_response_format(self.response_format))
         bias = dict(self.logit_bias or ())
         object.__setattr__(self, "logit_bias", tuple(bias.items()))
         require(
@@ -177,6 +183,13 @@ class GenerationConfig:
                 f"None, or an integer from 0 to {MAX_LOGPROBS}",
             )
         require(_is_int(self.priority, -(2**31), 2**31 - 1), "priority", self.priority, "an integer")
+        if self.response_format is not None and self.allowed_token_ids:
+            raise UsageError("allowed_token_ids and response_format both say what may come: give one of them")
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """`response_format`, checked."""
+        return parse_response_format(self.response_format)
 
     @property
     def greedy(self) -> bool:

@@ -54,6 +54,7 @@ def native_request(
         min_new_tokens=gen.min_new_tokens,
         bad_words=bad_words,
         allowed_token_ids=list(gen.allowed_token_ids),
+        guided=gen.grammar is not None,
     )
 
 

@@ -18,6 +18,7 @@ from turbomill.engine.cache_size import cache_block_count, show_bytes
 from turbomill.engine.config import EngineConfig, GenerationConfig
 from turbomill.engine.detokenize import TextStream
 from turbomill.engine.device import activation_bits, free_device_memory, resolve_device
+from turbomill.engine.guide import Guide, Guides
 from turbomill.engine.native_requests import native_request, next_arrived, raise_failure, token_logprob
 from turbomill.engine.prompts import PromptEncoder
 from turbomill.engine.requests import (
@@ -85,7 +86,10 @@ class TurbomindEngine:
         logger.info("device %s: %s", self._device, chosen)
         if self.config.deterministic and self._device != "cpu":
             raise UsageError(f"deterministic is for the device cpu, and this is {self._device}")
-        self._bridge = Bridge()
+        self._guides = Guides(
+            self._prompts.tokenizer, self.store.model["vocab_size"], self.store.eos_token_ids
+        )
+        self._bridge = Bridge(self._guides.run)
         self._engine = self._start()
 
     def _choose_session_len(self) -> int:
@@ -201,7 +205,8 @@ class TurbomindEngine:
             eos_token_ids=self.store.eos_token_ids,
             word_tokens=self._prompts.word_tokens,
         )
-        return self._generate(request, gen)
+        start = self._guides.start(gen.grammar, gen.ignore_eos) if gen.grammar else None
+        return self._generate(request, gen, start)
 
     def _check_ids(self, gen: GenerationConfig) -> None:
         vocab = self.store.model["vocab_size"]
@@ -215,13 +220,13 @@ class TurbomindEngine:
                 raise PromptError(f"{name}: token id {max(ids)}, expected ids below {vocab}")
 
     async def _generate(
-        self, request: _core.Request, gen: GenerationConfig
+        self, request: _core.Request, gen: GenerationConfig, start: tuple[Guide, bytes] | None
     ) -> AsyncGenerator[GenerationOutput, None]:
         prompt, generated, scored = request.token_ids, 0, 1
         text = TextStream(
             lambda ids: self.decode(ids, gen.skip_special_tokens), gen.stop_words, gen.min_new_tokens
         )
-        with self._bridge.submit(request) as stream:
+        with self._bridge.submit(request, start) as stream:
             finish: FinishReason | None = None
             while finish is None:
                 arrived = await next_arrived(stream)
@@ -305,6 +310,7 @@ class TurbomindEngine:
     def close(self) -> None:
         """End every request as cancelled and free everything. Idempotent."""
         self._bridge.close()
+        self._guides.close()
 
     def __enter__(self) -> Self:
         return self

@@ -61,6 +61,9 @@ uint64_t Engine::submit(Request request) {
         require(count >= -1 && count <= kMostLogprobs,
                 "logprobs and prompt_logprobs must be at most " + std::to_string(kMostLogprobs));
     request.rules.validate(model_.vocab_size);
+    require(!request.guided || request.max_new_tokens > 0, "a guided request must generate a token");
+    require(!request.guided || request.rules.allowed_token_ids.empty(),
+            "allowed_token_ids cannot be given for a guided request");
     require(request.sampling.top_p > 0.f && request.sampling.top_p <= 1.f, "top_p must be in (0, 1]");
     const int most = config_.session_len - prompt;
     require(most >= (request.max_new_tokens > 0 ? 1 : 0),
@@ -72,6 +75,18 @@ uint64_t Engine::submit(Request request) {
                                                      " KV blocks, the cache has " +
                                                      std::to_string(config_.cache_block_count));
     return gateway_.submit(std::move(request));
+}
+
+void Engine::allow(uint64_t id, int position, std::vector<uint32_t> allowed) {
+    const int words = ceil_div(model_.vocab_size, 32);
+    require(allowed.empty() || int(allowed.size()) == words,
+            "a token mask of " + std::to_string(allowed.size()) + " words of 32 bits, expected " +
+                std::to_string(words) + " for a vocabulary of " + std::to_string(model_.vocab_size));
+    if (!allowed.empty() && model_.vocab_size % 32) allowed.back() &= (1u << model_.vocab_size % 32) - 1;
+    TokenMask mask{id, position, nullptr};
+    if (std::any_of(allowed.begin(), allowed.end(), [](uint32_t word) { return word != 0; }))
+        mask.allowed = std::make_shared<const std::vector<uint32_t>>(std::move(allowed));
+    gateway_.allow(std::move(mask));
 }
 
 Metrics Engine::metrics() const {
@@ -132,6 +147,7 @@ void Engine::run() {
         for (const uint64_t id : events.cancels) orchestrator_.cancel(id);
         for (const auto& batch : events.results) orchestrator_.take_in(*batch);
         if (!events.results.empty()) note_progress();
+        for (const TokenMask& mask : events.masks) orchestrator_.allow(mask);
         std::move(events.commands.begin(), events.commands.end(), std::back_inserter(commands_));
         if (events.closed) orchestrator_.cancel_all();
         orchestrator_.retire();

@@ -30,6 +30,10 @@ class Engine {
     // Any thread. submit() throws std::invalid_argument for a request that can never run.
     uint64_t submit(Request request);
     void cancel(uint64_t id) { gateway_.cancel(id); }
+    // Tells a guided request which tokens may follow the `position` that were generated: allowed [ceil(V /
+    // 32)] holds a bit for each token, and is empty when none may and the text ends. For a request that has
+    // ended it does nothing. Throws std::invalid_argument for another number of words.
+    void allow(uint64_t id, int position, std::vector<uint32_t> allowed);
     Metrics metrics() const;
     // Plans no more steps; returns when none is in flight. Requests are taken in and wait.
     void pause() { command({true, false, nullptr, nullptr}); }

@@ -27,6 +27,15 @@ void Gateway::cancel(uint64_t id) {
     arrived_.notify_one();
 }
 
+void Gateway::allow(TokenMask mask) {
+    {
+        std::lock_guard lock(mutex_);
+        events_.masks.push_back(std::move(mask));
+        note_arrival();
+    }
+    arrived_.notify_one();
+}
+
 void Gateway::command(Command command) {
     {
         std::lock_guard lock(mutex_);
@@ -67,7 +76,7 @@ Gateway::Events Gateway::pop(bool wait) {
     std::unique_lock lock(mutex_);
     const auto something = [&] {
         return (events_.closed && !close_seen_) || !events_.requests.empty() || !events_.cancels.empty() ||
-               !events_.results.empty() || !events_.commands.empty();
+               !events_.masks.empty() || !events_.results.empty() || !events_.commands.empty();
     };
     if (wait) arrived_.wait(lock, something);
     Events taken = std::move(events_);

@@ -29,6 +29,7 @@ class Gateway {
     struct Events {
         std::vector<Request> requests;
         std::vector<uint64_t> cancels;
+        std::vector<TokenMask> masks;
         std::vector<Command> commands;
         std::vector<std::unique_ptr<BatchData>> results;  // steps the executor finished, in order
         bool closed = false;
@@ -37,6 +38,7 @@ class Gateway {
     // Client threads. submit() numbers the request; it throws std::runtime_error once the gateway is closed.
     uint64_t submit(Request request);
     void cancel(uint64_t id);
+    void allow(TokenMask mask);
     // Throws std::runtime_error once the gateway is closed.
     void command(Command command);
     void close();

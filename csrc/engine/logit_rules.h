@@ -3,6 +3,7 @@
 
 #include <memory>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "kernels/logit_edits.h"
@@ -31,6 +32,9 @@ class LogitRules {
     // The edits for the token after `tokens` [prompt, generated], of which `unknown` (0 or 1) more have been
     // sampled but not arrived.
     std::shared_ptr<const LogitEdits> edits(const std::vector<int>& tokens, int prompt_length, int unknown);
+
+    // From now on only these tokens may be chosen: [ceil(V / 32)] a bit for each.
+    void allow(std::shared_ptr<const std::vector<uint32_t>> allowed) { allowed_ = std::move(allowed); }
 
   private:
     LogitEdit& entry(int token);

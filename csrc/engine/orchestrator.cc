@@ -9,7 +9,7 @@ void Orchestrator::accept(Request request) {
     counters_.prompt_tokens += int64_t(request.token_ids.size());
     auto sequence = std::make_unique<Sequence>(std::move(request));
     const Request& r = sequence->request;
-    if (r.rules.any(r.stop_token_ids))
+    if (r.guided || r.rules.any(r.stop_token_ids))
         sequence->rules = std::make_unique<LogitRules>(r.rules, r.stop_token_ids, model_.vocab_size);
     scheduler_.add(std::move(sequence));
 }
@@ -30,6 +30,21 @@ void Orchestrator::cancel(uint64_t id) {
 
 void Orchestrator::cancel_all() {
     for (Sequence* sequence : scheduler_.all()) cancel(sequence->id());
+}
+
+void Orchestrator::allow(const TokenMask& mask) {
+    Sequence* sequence = scheduler_.find(mask.id);
+    if (!sequence || sequence->finished) return;
+    if (!sequence->request.guided || sequence->samples_in_flight > 0 ||
+        mask.position != sequence->generated()) {
+        fail(*sequence, "a token mask that the request does not wait for");
+    } else if (!mask.allowed) {
+        Output output = output_of(*sequence);
+        finish(*sequence, Finish::Stop, output);
+    } else {
+        sequence->rules->allow(mask.allowed);
+        sequence->allowed_at = mask.position;
+    }
 }
 
 std::unique_ptr<BatchData> Orchestrator::plan() {

@@ -20,6 +20,7 @@ class Orchestrator {
     void accept(Request request);
     void cancel(uint64_t id);
     void cancel_all();
+    void allow(const TokenMask& mask);
     // The next step, or null when nothing can run before another step ends or a request comes.
     std::unique_ptr<BatchData> plan();
     // A step that plan() gave, with its results. Steps come back in order.

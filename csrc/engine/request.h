@@ -20,6 +20,15 @@ struct Request {
     bool return_logits = false;  // logits of every prompt position
     int priority = 0;            // lower goes first
     LogitRuleFields rules;
+    bool guided = false;  // every token waits for a TokenMask
+};
+
+// The tokens that may come next in a guided request.
+struct TokenMask {
+    uint64_t id = 0;   // of the request
+    int position = 0;  // tokens that were generated before
+    // [ceil(V / 32)] a bit for each token; null: none may, and the text ends.
+    std::shared_ptr<const std::vector<uint32_t>> allowed;
 };
 
 enum class Finish { None, Stop, Length, Cancelled, Error };

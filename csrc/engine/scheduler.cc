@@ -36,6 +36,12 @@ std::vector<Sequence*> Scheduler::all() {
     return found;
 }
 
+Sequence* Scheduler::stuck() {
+    if (!running_.empty()) return nullptr;
+    const auto it = std::find_if(waiting_.begin(), waiting_.end(), [](Sequence* s) { return s->ready(); });
+    return it == waiting_.end() ? nullptr : *it;
+}
+
 int Scheduler::blocks_needed(const Sequence& sequence, int tokens) const {
     return std::max(0, ceil_div(tokens, config_.block_len) - int(sequence.blocks.size()));
 }
@@ -95,6 +101,10 @@ void Scheduler::admit_waiting(BatchData& batch) {
     for (auto it = waiting_.begin(); it != waiting_.end();) {
         if (prefill_budget_ <= 0 || live >= config_.max_batch_size || free_slots_.empty()) return;
         Sequence& sequence = **it;
+        if (!sequence.ready()) {  // few: new requests' masks come with them, the others have been preempted
+            ++it;
+            continue;
+        }
         PrefixMatch match;
         if (config_.enable_prefix_caching) {
             match = pool_.match(sequence.tokens, sequence.reusable(), step_);

@@ -45,7 +45,7 @@ class Scheduler {
     // The engine calls this when it sets `finished`: a sequence that waits leaves at once.
     void note_finished(Sequence& sequence);
     // A sequence that cannot start although nothing else runs; the engine fails it.
-    Sequence* stuck() { return running_.empty() && !waiting_.empty() ? *waiting_.begin() : nullptr; }
+    Sequence* stuck();
     std::vector<Sequence*> all();
 
   private:

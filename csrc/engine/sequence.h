@@ -28,6 +28,7 @@ struct Sequence {
     bool finished = false;      // its last output was sent; it leaves when no step reads its blocks
     std::vector<LogicalBlock*> blocks;
     std::unique_ptr<LogitRules> rules;  // null: none
+    int allowed_at = -1;  // guided: the rules know what may follow so many generated tokens; -1: not yet
 
     uint64_t id() const { return request.id; }
     int prompt_length() const { return int(request.token_ids.size()); }
@@ -41,8 +42,11 @@ struct Sequence {
         return (request.return_logits || request.sampling.prompt_logprobs >= 0) &&
                rows_delivered < prompt_length();
     }
+    // Whether the next sample may be drawn: a guided one's mask has come.
+    bool ready() const { return !request.guided || allowed_at == generated() + samples_in_flight; }
     // Tokens to run next: the rest of the prompt, or the newest token if one more sample is wanted.
     int runnable() const {
+        if (!ready()) return 0;
         if (scheduled < prompt_length()) return length() - scheduled;
         return wants_sample() ? length() - scheduled : 0;
     }

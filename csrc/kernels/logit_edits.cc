@@ -1,5 +1,6 @@
 #include "kernels/logit_edits.h"
 
+#include <algorithm>
 #include <cmath>
 
 namespace turbomill {
@@ -35,9 +36,12 @@ void edit_logits(const LogitEdits& rules, int last, int vocab, float* logits) {
     for (const AfterLast& ban : rules.bans)
         if (ban.last == last && std::isfinite(logits[ban.token])) logits[ban.token] = kBannedLogit;
     if (!rules.allowed) return;
-    const auto& bits = *rules.allowed;
-    for (int i = 0; i < vocab; ++i)
-        if (!(bits[i / 32] >> (i % 32) & 1) && std::isfinite(logits[i])) logits[i] = kDisallowedLogit;
+    for (int first = 0; first < vocab; first += 32) {
+        const uint32_t bits = (*rules.allowed)[first / 32];
+        if (bits == ~0u) continue;
+        for (int i = first; i < std::min(first + 32, vocab); ++i)
+            if (!(bits >> (i - first) & 1) && std::isfinite(logits[i])) logits[i] = kDisallowedLogit;
+    }
 }
 
 }  // namespace turbomill

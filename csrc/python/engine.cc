@@ -1,7 +1,11 @@
 #include <pybind11/numpy.h>
 
+#include <algorithm>
+#include <cstdint>
 #include <memory>
+#include <string_view>
 #include <utility>
+#include <vector>
 
 #include "engine/turbomind.h"
 #include "python/reflect.h"
@@ -26,6 +30,13 @@ py::object logits_array(const Output& output) {
     const py::capsule owner(new Shared(output.logits), [](void* data) { delete static_cast<Shared*>(data); });
     const py::ssize_t rows = output.logits_rows, columns = py::ssize_t(output.logits->size()) / rows;
     return py::array_t<float>({rows, columns}, output.logits->data(), owner);
+}
+
+// Bytes as words of 32 bits, the last one filled up with zeros.
+std::vector<uint32_t> mask_words(const std::string_view bytes) {
+    std::vector<uint32_t> words((bytes.size() + 3) / 4, 0);
+    std::copy(bytes.begin(), bytes.end(), reinterpret_cast<char*>(words.data()));
+    return words;
 }
 
 // A Python callable that native threads may hold and call.
@@ -91,6 +102,12 @@ void register_engine(py::module_& m) {
             py::arg("request"))
         .def(
             "cancel", [](Turbomind& self, uint64_t id) { self.engine().cancel(id); }, py::arg("request_id"))
+        .def(
+            "allow",
+            [](Turbomind& self, uint64_t id, int position, const py::bytes& mask) {
+                self.engine().allow(id, position, mask_words(mask));
+            },
+            py::arg("request_id"), py::arg("position"), py::arg("mask"))
         .def(
             "pause", [](Turbomind& self) { self.engine().pause(); }, py::call_guard<py::gil_scoped_release>())
         .def(

@@ -43,6 +43,18 @@ class Harness {
         orchestrator_.retire();
     }
 
+    // The tokens that may come next in a guided request; empty: none, it ends.
+    void allow(uint64_t id, int position, const std::vector<int>& tokens) {
+        TokenMask mask{id, position, nullptr};
+        if (!tokens.empty()) {
+            std::vector<uint32_t> bits((model_.vocab_size + 31) / 32, 0);
+            for (const int token : tokens) bits[token / 32] |= 1u << (token % 32);
+            mask.allowed = std::make_shared<const std::vector<uint32_t>>(std::move(bits));
+        }
+        orchestrator_.allow(mask);
+        orchestrator_.retire();
+    }
+
     // The step's slices and copies, or None.
     py::object plan() {
         if (issued_.size() == 2) throw std::logic_error("two steps are in flight");
@@ -210,6 +222,7 @@ void register_harness(py::module_& parent) {
         .def(py::init<const ModelConfig&, const EngineConfig&>(), py::arg("model"), py::arg("config"))
         .def("submit", &Harness::submit, py::arg("request"))
         .def("cancel", &Harness::cancel, py::arg("request_id"))
+        .def("allow", &Harness::allow, py::arg("request_id"), py::arg("position"), py::arg("tokens"))
         .def("plan", &Harness::plan)
         .def("complete", &Harness::complete, py::arg("tokens"), py::arg("error") = "")
         .def("outputs", &Harness::outputs)

@@ -29,7 +29,8 @@ struct RequestFields {
     X(std::vector<float>, logit_biases, {})         \
     X(int, min_new_tokens, 0)                       \
     X(std::vector<std::vector<int>>, bad_words, {}) \
-    X(std::vector<int>, allowed_token_ids, {})
+    X(std::vector<int>, allowed_token_ids, {})      \
+    X(bool, guided, false)
 #define TM_DECLARE_FIELD(type, name, value) type name = value;
     TM_REQUEST_FIELDS(TM_DECLARE_FIELD)
 #undef TM_DECLARE_FIELD
@@ -42,6 +43,7 @@ struct RequestFields {
         r.stop_token_ids = stop_token_ids;
         r.return_logits = return_logits;
         r.priority = priority;
+        r.guided = guided;
         r.rules = {repetition_penalty, presence_penalty, frequency_penalty, logit_bias_ids,
                    logit_biases,       min_new_tokens,   bad_words,         allowed_token_ids};
         return r;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
@@ -82,7 +83,11 @@ async def answer(
             source = sources[number]
             echo = (token_ids, source if isinstance(source, str) else context.engine.decode(token_ids))
         for gen in samples:
-            streams.append(context.metrics.observe(context.engine.generate(token_ids, gen)))
+            if gen.grammar is None:
+                stream = context.engine.generate(token_ids, gen)
+            else:  # compiling a grammar takes a while; the event loop goes on meanwhile
+                stream = await asyncio.to_thread(context.engine.generate, token_ids, gen)
+            streams.append(context.metrics.observe(stream))
             scored = request.top_count is not None
             choices.append(shape(len(choices), context.token_text, scored, echo))
     head = {

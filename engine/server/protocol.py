@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt
 
 from turbomill.engine.config import MAX_LOGPROBS, MAX_SAMPLES, GenerationConfig
+from turbomill.engine.grammar import (
+    Grammar,
+    choice_grammar,
+    lark_grammar,
+    parse_response_format,
+    regex_grammar,
+    schema_grammar,
+    structured_outputs,
+)
 from turbomill.engine.server.errors import ApiError
+from turbomill.errors import UsageError
 
 # Accepted values of parameters that are not implemented: what means "off", or has no effect on the result.
 OFF: dict[str, tuple[Any, ...]] = {
@@ -20,8 +31,15 @@ OFF: dict[str, tuple[Any, ...]] = {
     "tool_choice": (None, "none", "auto"),
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
-    "response_format": (None, {"type": "text"}),
     "modalities": (None, ["text"]),
+}
+GRAMMARS: dict[str, Callable[[Any, str], Grammar | None]] = {
+    "response_format": lambda value, _: parse_response_format(value),
+    "guided_json": schema_grammar,
+    "guided_regex": regex_grammar,
+    "guided_choice": choice_grammar,
+    "guided_grammar": lark_grammar,
+    "structured_outputs": structured_outputs,
 }
 # These describe the client, not the text.
 NO_EFFECT = {"user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier"}
@@ -60,6 +78,13 @@ class TextRequest(BaseModel):
     bad_words: list[str] | None = None
     allowed_token_ids: list[StrictInt] | None = None
     priority: int = Field(0, ge=-(2**31), lt=2**31)
+    # What the text must be: OpenAI's and LMDeploy's field, and vLLM's.
+    response_format: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    structured_outputs: dict[str, Any] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
 
@@ -91,6 +116,17 @@ class TextRequest(BaseModel):
     def wants_echo(self) -> bool:
         """Whether the answer begins with the prompt."""
         return False
+
+    def _grammar(self) -> Grammar | None:
+        given = {name: value for name in GRAMMARS if (value := getattr(self, name)) is not None}
+        if len(given) > 1:
+            raise ApiError(400, f"{' and '.join(given)}: give one of them", list(given)[1])
+        for name, value in given.items():
+            try:
+                return GRAMMARS[name](value, name)
+            except UsageError as error:
+                raise ApiError(400, str(error), name) from error
+        return None
 
     def _bias(self) -> dict[int, float]:
         try:
@@ -129,6 +165,7 @@ class TextRequest(BaseModel):
             logprobs=self.top_count,
             prompt_logprobs=self.top_count if self.wants_echo else None,
             priority=self.priority,
+            response_format=self._grammar(),
         )
 
 

@@ -111,6 +111,7 @@ class Request:
     min_new_tokens: int  # until then no stop token is chosen
     bad_words: list[list[int]]  # token sequences that are never completed
     allowed_token_ids: list[int]  # empty: all
+    guided: bool  # every token waits until Engine.allow() has said which may come
     def __init__(self, **fields: Any) -> None: ...
 
 class Logprobs:
@@ -175,6 +176,13 @@ class Engine:
 
     def cancel(self, request_id: int) -> None:
         """Ask for a request to end; its last output has finish_reason "cancelled"."""
+
+    def allow(self, request_id: int, position: int, mask: bytes) -> None:
+        """Say which tokens may follow the `position` generated ones of a guided request.
+
+        `mask` has a bit for each token, in words of 32, the lowest first; an empty one ends the text with
+        "stop". Raises ValueError for another size. For a request that has ended it does nothing.
+        """
 
     def metrics(self) -> Metrics: ...
     def close(self) -> None:

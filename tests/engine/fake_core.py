@@ -92,6 +92,7 @@ class Engine:
                 raise RuntimeError("the engine is closed")
             self.requests.append(request)
             state = SimpleNamespace(id=self.next_id, request=request, last=request.token_ids[-1], count=0)
+            state.mask = None  # of a guided request: not there, or the bytes of the next one
             self.next_id += 1
             self.waiting.append(state)
             self.lock.notify()
@@ -100,6 +101,15 @@ class Engine:
     def cancel(self, request_id: int) -> None:
         with self.lock:
             self.cancelled.add(request_id)
+            self.lock.notify()
+
+    def allow(self, request_id: int, position: int, mask: bytes) -> None:
+        assert not mask or len(mask) == 4 * -(-self.model.vocab_size // 32)
+        with self.lock:
+            for state in self.running + self.waiting:
+                if state.id == request_id:
+                    assert state.request.guided and (state.mask, state.count) == (None, position)
+                    state.mask = mask
             self.lock.notify()
 
     def metrics(self):
@@ -187,6 +197,16 @@ class Engine:
                 state, [], "length" if state.count == len(request.token_ids) else "", logits=logits
             )
         token = next_token(state.last, state.count, request.temperature, request.seed)
+        if getattr(request, "guided", False):
+            mask, state.mask = state.mask, None
+            if mask is None:
+                return _output(state, [], "")
+            vocab = self.model.vocab_size
+            allowed = [t for t in range(vocab) if mask and mask[t // 8] >> t % 8 & 1]
+            if not allowed:
+                return _output(state, [], "stop")
+            # The first that may come from there on.
+            token = min(allowed, key=lambda t: (t - token) % vocab)
         if token in request.stop_token_ids:
             return _output(state, [], "stop")
         state.last, state.count = token, state.count + 1

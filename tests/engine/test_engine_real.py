@@ -1,6 +1,7 @@
 """All on the native engine: store, engine, pipeline, server, terminal. The openai SDK is the client."""
 
 import asyncio
+import json
 import re
 import signal
 import subprocess
@@ -227,6 +228,33 @@ def run_turbomill(arguments, **options):
         timeout=120,
         **options,
     )
+
+
+@pytest.mark.demo_model
+async def test_demo_answers_in_the_form_that_was_asked_for(client):
+    schema = {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 12}, "capital": {"type": "boolean"}},
+        "required": ["city", "capital"],
+        "additionalProperties": False,
+    }
+    answer = await client.chat.completions.create(
+        model="demo",
+        messages=user("Which city is the capital of France?"),
+        temperature=0,
+        max_tokens=80,
+        response_format={"type": "json_schema", "json_schema": {"name": "city", "schema": schema}},
+    )
+    assert answer.choices[0].finish_reason == "stop"
+    said = json.loads(answer.choices[0].message.content)
+    assert set(said) == {"city", "capital"} and type(said["capital"]) is bool and len(said["city"]) <= 12
+    chosen = await client.completions.create(
+        model="demo",
+        prompt="The capital of France is",
+        temperature=0,
+        extra_body={"guided_choice": [" Berlin", " Paris", " Rome"]},
+    )
+    assert chosen.choices[0].text == " Paris"
 
 
 @pytest.mark.demo_model

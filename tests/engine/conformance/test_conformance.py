@@ -67,6 +67,18 @@ async def test_small_pool_still_serves_everyone(make_engine):
     await idle(engine)
 
 
+async def test_guided_texts_fit_their_grammar_beside_free_ones(engine):
+    digits = {"type": "regex_schema", "regex_schema": "[0-9]{3,12}"}
+    gen = {"do_sample": True, "temperature": 1.5, "max_new_tokens": 20, "ignore_eos": False}
+    runs = [run(engine, PROMPT, seed=i, response_format=digits if i % 2 else None, **gen) for i in range(8)]
+    texts = [(text, last.finish_reason) for _, text, last in await asyncio.gather(*runs)]
+    assert all(text.isdigit() and 3 <= len(text) <= 12 and why == "stop" for text, why in texts[1::2])
+    assert not any(text.isdigit() for text, _ in texts[::2])
+    with pytest.raises(PromptError, match="regex"):
+        engine.generate(PROMPT, GenerationConfig(response_format={**digits, "regex_schema": "[0-9"}))
+    await idle(engine)
+
+
 async def test_same_seed_same_text_whatever_the_batch(engine):
     sampled = {"do_sample": True, "temperature": 1.5, "top_k": 0, "max_new_tokens": 16}
     alone, _, _ = await run(engine, PROMPT, seed=7, **sampled)

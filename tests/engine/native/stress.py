@@ -24,6 +24,7 @@ RULES: list[dict[str, Any]] = [
     {"bad_words": [[7], [8, 9]], "min_new_tokens": 4, "stop_token_ids": [2, 30, 31]},
     {"prompt_logprobs": 1, "priority": 1},
     {"allowed_token_ids": list(range(40, 200)), "priority": -1},
+    {"guided": True, "temperature": 1.0, "max_new_tokens": 40},
 ]
 
 
@@ -33,6 +34,8 @@ class Clients:
     def __init__(self, core: Any, model: dict[str, Any], tensors: list[list[Any]], **config: Any) -> None:
         self.core = core
         self.arrived = threading.Condition()
+        self.words = -(-model["vocab_size"] // 32)
+        self.guided: set[int] = set()
         self.tokens: dict[int, list[int]] = {}
         self.ends: dict[int, list[str]] = {}
         self.engine = core.Engine(
@@ -42,10 +45,25 @@ class Clients:
             self.on_outputs,
         )
 
+    def submit(self, request: dict[str, Any]) -> int:
+        with self.arrived:  # its first token may be there at once
+            number = self.engine.submit(self.core.Request(**request))
+            if request.get("guided"):
+                self.guided.add(number)
+                self.engine.allow(number, 0, self.mask(0))
+        return number
+
+    def mask(self, position: int) -> bytes:
+        """Every second token, in turn."""
+        return bytes([0x55 << position % 2]) * (4 * self.words)
+
     def on_outputs(self, outputs: list[Any]) -> None:
         with self.arrived:
             for output in outputs:
                 self.tokens.setdefault(output.id, []).extend(output.token_ids)
+                if output.id in self.guided and not output.finish_reason:
+                    position = len(self.tokens[output.id])
+                    self.engine.allow(output.id, position, self.mask(position))
                 if output.finish_reason:
                     self.ends.setdefault(output.id, []).append(output.finish_reason + output.error)
             self.arrived.notify_all()
@@ -79,7 +97,7 @@ def stress(
     work = work_list(model["vocab_size"], 40)
     roomy = {"cache_dtype": "float32", "session_len": 256, "num_threads": 2, "block_len": 16}
     alone = Clients(core, model, tensors, cache_block_count=100, enable_prefix_caching=False, **roomy)
-    expected = [alone.wait(alone.engine.submit(core.Request(**request))) for request in work]
+    expected = [alone.wait(alone.submit(request)) for request in work]
     alone.engine.close()
 
     all_of_them = Clients(
@@ -93,7 +111,7 @@ def stress(
         rng = random.Random(number)
         while time.monotonic() < end and not failures:
             which = rng.randrange(len(work))
-            request = all_of_them.engine.submit(core.Request(**work[which]))
+            request = all_of_them.submit(work[which])
             if rng.random() < 0.3:
                 time.sleep(rng.random() * 0.02)
                 all_of_them.engine.cancel(request)

@@ -68,15 +68,30 @@ class Orchestration(RuleBasedStateMachine):
         self.requests: dict[int, tuple[list[int], int]] = {}  # prompt, tokens wanted
         self.received: dict[int, list[int]] = {}
         self.ended: dict[int, str] = {}
+        self.guided: set[int] = set()
+        self.waits: dict[int, int] = {}  # guided, and the position whose mask has not come
+        self.masks: dict[int, int] = {}  # guided, and the position whose mask is there
         self.broken: set[int] = set()  # ended early: nobody sees what they still compute
 
-    @rule(prompt=PROMPTS, new=st.integers(0, 2 * P), priority=st.sampled_from([0, 0, 0, -1, 1]))
-    def add(self, prompt: list[int], new: int, priority: int) -> None:
+    @rule(
+        prompt=PROMPTS,
+        new=st.integers(0, 2 * P),
+        priority=st.sampled_from([0, 0, 0, -1, 1]),
+        guided=st.sampled_from([False, False, True]),
+    )
+    def add(self, prompt: list[int], new: int, priority: int, guided: bool) -> None:
         new = min(new, SESSION - len(prompt))
         request = _core.Request(
-            token_ids=prompt, max_new_tokens=new, priority=priority, stop_token_ids=[STOP]
+            token_ids=prompt,
+            max_new_tokens=new,
+            priority=priority,
+            stop_token_ids=[STOP],
+            guided=guided and new > 0,
         )
         number = self.harness.submit(request)
+        if request.guided:
+            self.waits[number] = 0
+            self.guided.add(number)
         self.requests[number] = (prompt, new)
         self.received[number] = []
         self.device.texts[number] = list(prompt)
@@ -88,7 +103,18 @@ class Orchestration(RuleBasedStateMachine):
         number = data.draw(st.sampled_from(sorted(self.requests)))
         prompt = self.requests[number][0] + data.draw(st.sampled_from([[], self.received[number]]))
         if len(prompt) < SESSION:
-            self.add(prompt, data.draw(st.integers(0, P)), 0)
+            self.add(prompt, data.draw(st.integers(0, P)), 0, data.draw(st.booleans()))
+
+    @precondition(lambda self: self.waits)
+    @rule(data=st.data())
+    def allow(self, data: Any) -> None:
+        self.allow_all(data.draw(st.sampled_from(sorted(self.waits))))
+
+    def allow_all(self, number: int) -> None:
+        self.masks[number] = self.waits.pop(number)
+        self.harness.allow(number, self.masks[number], list(range(VOCAB)))
+        self.take_outputs()
+        assert number not in self.ended
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
@@ -104,6 +130,8 @@ class Orchestration(RuleBasedStateMachine):
         planned = self.harness.plan()
         if planned is not None:
             self.issued.append(planned)
+            for number in {s["sequence"] for s in planned[0] if s["sample"]} & self.guided:
+                assert self.masks.pop(number) == len(self.received[number]), "a sample without its mask"
         self.take_outputs()
 
     @precondition(lambda self: self.issued)
@@ -139,7 +167,10 @@ class Orchestration(RuleBasedStateMachine):
         for output in self.harness.outputs():
             assert output.id not in self.ended, "an output after the last"
             self.received[output.id] += output.token_ids
+            if output.id in self.guided and output.token_ids:
+                self.waits[output.id] = len(self.received[output.id])
             if output.finish_reason:
+                self.waits.pop(output.id, None)
                 self.ended[output.id] = output.finish_reason
                 if output.finish_reason in ("error", "cancelled"):
                     self.broken.add(output.id)
@@ -193,6 +224,8 @@ class Orchestration(RuleBasedStateMachine):
             return
         work = sum(len(prompt) + new + 2 for prompt, new in self.requests.values())
         for _ in range(20 * work + 20):
+            for number in sorted(self.waits):
+                self.allow_all(number)
             self.plan_if_free()
             if not self.issued:
                 break
