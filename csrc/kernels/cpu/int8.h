@@ -9,19 +9,23 @@
 
 namespace turbomill::cpu {
 
-// Activations [rows, k_tiles * 64] in the order in which codes lie: q = 256 high + low, or high alone.
+constexpr int kByteLanes = 8;
+
+// Activations in the order in which codes lie: q = 256 high + low, or high alone. Rows come in blocks of
+// `lanes`, side by side, so that a loop over a block's rows has fixed offsets; blocks follow one another.
 struct Int8Rows {
-    const int8_t* high;   // [rows, k_tiles * 64]
+    const int8_t* high;   // [rows / lanes, k_tiles, 16, lanes, 4]: words of four inputs
     const int8_t* low;    // the same, or null
-    const float* scales;  // [rows, k_tiles]
-    const float* sums;    // [rows, 2 k_tiles]: scale times the sum of q over each half of 32 inputs
+    const float* scales;  // [rows / lanes, k_tiles, lanes]
+    const float* sums;    // [rows / lanes, k_tiles, 2, lanes]: scale times the sum of q over 32 inputs
     int rows, k_tiles;
+    int lanes;  // kByteLanes, or 1 for a single row
 };
 
 struct Int8Kernels {
     // One row: permuted [k_tiles * 64] to bytes, of which there is one for an input when `low` is null,
-    // scales and sums.
-    void (*quantize)(const float* permuted, int k_tiles, int8_t* high, int8_t* low, float* scales,
+    // scales and sums. The pointers are the row's in its block.
+    void (*quantize)(const float* permuted, int k_tiles, int lanes, int8_t* high, int8_t* low, float* scales,
                      float* sums);
     // 16 rows of the weight, sub-tile `sub`, against `x`: writes y[m * ldy + i], i < n_count <= 16. `scratch`
     // has scratch_bytes(x.rows) bytes, aligned to 64.

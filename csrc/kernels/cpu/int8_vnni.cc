@@ -14,10 +14,10 @@ using turbomill::cpu::Int8Rows;
 using turbomill::cpu::PackedWeight;
 
 constexpr int kTilesAtOnce =
-    16;                         // K tiles whose codes are spread out at a time: they stay in the first cache
-constexpr int kRowsAtOnce = 8;  // rows of activations whose sums are in registers
-constexpr int64_t kTileBytes = 16 * 64;   // of a sub-tile's codes, a byte each
-constexpr int64_t kParamBytes = 2 * 128;  // of a tile's two halves: scales, and what is added
+    16;  // K tiles whose codes are spread out at a time: they stay in the first cache
+constexpr int kRowsAtOnce = turbomill::cpu::kByteLanes;  // whose sums are in registers
+constexpr int64_t kTileBytes = 16 * 64;                  // of a sub-tile's codes, a byte each
+constexpr int64_t kParamBytes = 2 * 128;                 // of a tile's two halves: scales, and what is added
 
 // What follows the codes in the scratch memory.
 constexpr int64_t kParamsAt = kTilesAtOnce * kTileBytes;
@@ -111,27 +111,31 @@ inline __m512i broadcast_word(const int8_t* from) {
     return _mm512_set1_epi32(word);
 }
 
-// Rows [m0, m0 + Rows) of x against `tiles` tiles of spread codes; sums [rows, 16] go on from what they are.
+// Rows [m0, m0 + Rows) of x, of one block, against `tiles` tiles of spread codes; sums [rows, 16] go on from
+// what they are.
 template <int Rows, int Halves, bool Two>
 void products(const uint8_t* spread, const float* param, const Int8Rows& x, int m0, int first, int tiles,
               float* sums) {
+    constexpr int kLanes = kRowsAtOnce;
     __m512 total[Rows];
     for (int m = 0; m < Rows; ++m) total[m] = _mm512_load_ps(sums + (m0 + m) * 16);
-    for (int tile = 0; tile < tiles; ++tile, spread += kTileBytes, param += kParamBytes / 4) {
-        const int64_t at = (int64_t(m0) * x.k_tiles + first + tile) * 64, next = int64_t(x.k_tiles) * 64;
-        const float* scales = x.scales + int64_t(m0) * x.k_tiles + first + tile;
-        const float* offsets = x.sums + 2 * (int64_t(m0) * x.k_tiles + first + tile);
+    const int64_t at = (int64_t(m0 / kLanes) * x.k_tiles + first) * kLanes;
+    const int8_t* high = x.high + at * 64;
+    const int8_t* rest = Two ? x.low + at * 64 : nullptr;
+    const float* scales = x.scales + at;
+    const float* offsets = x.sums + at * 2;
+    for (int tile = 0; tile < tiles; ++tile) {
         for (int half = 0; half < Halves; ++half) {
             __m512i dot[Rows], low[Rows];
             for (int m = 0; m < Rows; ++m) dot[m] = low[m] = _mm512_setzero_si512();
             for (int s = half * 2; s < (Halves == 2 ? half * 2 + 2 : 4); ++s) {
                 for (int t = 0; t < 4; ++t) {
                     const __m512i w = _mm512_load_si512(spread + (4 * s + t) * 64);
-                    const int64_t word = at + 16 * t + 4 * s;
                     for (int m = 0; m < Rows; ++m) {
-                        dot[m] = _mm512_dpbusd_epi32(dot[m], w, broadcast_word(x.high + word + m * next));
+                        const int word = ((4 * t + s) * kLanes + m) * 4;
+                        dot[m] = _mm512_dpbusd_epi32(dot[m], w, broadcast_word(high + word));
                         if constexpr (Two)
-                            low[m] = _mm512_dpbusd_epi32(low[m], w, broadcast_word(x.low + word + m * next));
+                            low[m] = _mm512_dpbusd_epi32(low[m], w, broadcast_word(rest + word));
                     }
                 }
             }
@@ -139,13 +143,19 @@ void products(const uint8_t* spread, const float* param, const Int8Rows& x, int 
             const __m512 offset = _mm512_load_ps(param + 32 * half + 16);
             for (int m = 0; m < Rows; ++m) {
                 if constexpr (Two) dot[m] = _mm512_add_epi32(_mm512_slli_epi32(dot[m], 8), low[m]);
-                const float* two = offsets + 2 * int64_t(m) * x.k_tiles;
-                const __m512 sum = _mm512_set1_ps(Halves == 2 ? two[half] : two[0] + two[1]);
-                const __m512 both = _mm512_mul_ps(scale, _mm512_set1_ps(scales[int64_t(m) * x.k_tiles]));
+                const float* sum = offsets + m;
+                const __m512 added = _mm512_set1_ps(Halves == 2 ? sum[half * kLanes] : sum[0] + sum[kLanes]);
+                const __m512 both = _mm512_mul_ps(scale, _mm512_set1_ps(scales[m]));
                 total[m] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot[m]), both, total[m]);
-                total[m] = _mm512_fmadd_ps(offset, sum, total[m]);
+                total[m] = _mm512_fmadd_ps(offset, added, total[m]);
             }
         }
+        spread += kTileBytes;
+        param += kParamBytes / 4;
+        high += 64 * kLanes;
+        if constexpr (Two) rest += 64 * kLanes;
+        scales += kLanes;
+        offsets += 2 * kLanes;
     }
     for (int m = 0; m < Rows; ++m) _mm512_store_ps(sums + (m0 + m) * 16, total[m]);
 }
@@ -173,14 +183,85 @@ void products_of(int rows, const uint8_t* spread, const float* param, const Int8
     }
 }
 
+// The sums of each of sixteen vectors, in their order.
+inline __m512 sum_each(const __m512* v) {
+    __m512 pairs[8], fours[4];
+    for (int i = 0; i < 8; ++i)
+        pairs[i] = _mm512_add_ps(_mm512_unpacklo_ps(v[2 * i], v[2 * i + 1]),
+                                 _mm512_unpackhi_ps(v[2 * i], v[2 * i + 1]));
+    for (int i = 0; i < 4; ++i) {
+        const __m512d a = _mm512_castps_pd(pairs[2 * i]), b = _mm512_castps_pd(pairs[2 * i + 1]);
+        fours[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)),
+                                 _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+    }
+    const __m512 first = _mm512_add_ps(_mm512_shuffle_f32x4(fours[0], fours[1], 0x44),
+                                       _mm512_shuffle_f32x4(fours[0], fours[1], 0xee));
+    const __m512 second = _mm512_add_ps(_mm512_shuffle_f32x4(fours[2], fours[3], 0x44),
+                                        _mm512_shuffle_f32x4(fours[2], fours[3], 0xee));
+    return _mm512_add_ps(_mm512_shuffle_f32x4(first, second, 0x88),
+                         _mm512_shuffle_f32x4(first, second, 0xdd));
+}
+
+// One row of x: codes are multiplied as they lie, a weight's row to a vector, and only summed at the end.
+template <int Bits, bool Split, bool Two>
+void one_row(const PackedWeight& w, int sub, const Int8Rows& x, float* y, int n_count) {
+    constexpr int64_t kStep = 512 * Bits;
+    const uint8_t* codes = w.codes + int64_t(sub / 4) * w.k_tiles * kStep + sub % 4 * (kStep / 4);
+    const __m512i nibble = _mm512_set1_epi8(15);
+    __m512 total[16], offsets = _mm512_setzero_ps();
+    for (int r = 0; r < 16; ++r) total[r] = _mm512_setzero_ps();
+    alignas(64) float scales[2][16];
+    for (int tile = 0; tile < w.k_tiles; ++tile, codes += kStep) {
+        const __m512i high = _mm512_loadu_si512(x.high + int64_t(tile) * 64);
+        const __m512i low = Two ? _mm512_loadu_si512(x.low + int64_t(tile) * 64) : high;
+        const __m512 own = _mm512_set1_ps(x.scales[tile]);
+        for (int half = 0; half < (Split ? 2 : 1); ++half) {
+            const Params p = params(w, sub, group_of(w, tile, half));
+            _mm512_store_ps(scales[half], _mm512_mul_ps(p.scale, own));
+            const float sum = Split ? x.sums[2 * tile + half] : x.sums[2 * tile] + x.sums[2 * tile + 1];
+            offsets = _mm512_fmadd_ps(p.offset, _mm512_set1_ps(sum), offsets);
+        }
+        const auto add = [&](int r, __m512i row) {
+            __m512i dot = _mm512_dpbusd_epi32(_mm512_setzero_si512(), row, high);
+            if constexpr (Two) dot = _mm512_dpbusd_epi32(_mm512_slli_epi32(dot, 8), row, low);
+            __m512 scale = _mm512_set1_ps(scales[0][r]);
+            // Words 4 t + s with s > 1 belong to the second half.
+            if constexpr (Split) scale = _mm512_mask_mov_ps(scale, 0xcccc, _mm512_set1_ps(scales[1][r]));
+            total[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), scale, total[r]);
+        };
+        for (int g = 0; g < 8; ++g) {
+            if constexpr (Bits == 4) {
+                const __m512i pair = _mm512_loadu_si512(codes + 64 * g);
+                add(g, _mm512_and_si512(pair, nibble));
+                add(g + 8, _mm512_and_si512(_mm512_srli_epi16(pair, 4), nibble));
+            } else {
+                add(g, _mm512_loadu_si512(codes + 128 * g));
+                add(g + 8, _mm512_loadu_si512(codes + 128 * g + 64));
+            }
+        }
+    }
+    _mm512_mask_storeu_ps(y, __mmask16((1u << n_count) - 1), _mm512_add_ps(sum_each(total), offsets));
+}
+
+template <int Bits, bool Split>
+void one_row_of(const PackedWeight& w, int sub, const Int8Rows& x, float* y, int n_count) {
+    x.low ? one_row<Bits, Split, true>(w, sub, x, y, n_count)
+          : one_row<Bits, Split, false>(w, sub, x, y, n_count);
+}
+
 void linear(const PackedWeight& w, int sub, const Int8Rows& x, float* y, int64_t ldy, int n_count,
             uint8_t* scratch) {
+    const bool split = w.group == 32;
+    if (x.lanes == 1) {
+        const auto run = w.bits == 4 ? (split ? one_row_of<4, true> : one_row_of<4, false>)
+                                     : (split ? one_row_of<8, true> : one_row_of<8, false>);
+        return run(w, sub, x, y, n_count);
+    }
     const int64_t tile_bytes = 512 * w.bits;
     const uint8_t* codes = w.codes + int64_t(sub / 4) * w.k_tiles * tile_bytes + sub % 4 * (tile_bytes / 4);
     auto* param = reinterpret_cast<float*>(scratch + kParamsAt);
     auto* sums = reinterpret_cast<float*>(scratch + kSumsAt);
     std::memset(sums, 0, size_t(x.rows) * 64);
-    const bool split = w.group == 32;
     const auto multiply = split ? (x.low ? products_of<2, true> : products_of<2, false>)
                                 : (x.low ? products_of<1, true> : products_of<1, false>);
     for (int first = 0; first < w.k_tiles; first += kTilesAtOnce) {
@@ -215,9 +296,19 @@ inline void half_sums(const int8_t* bytes, int* first, int* second) {
     *second = _mm512_mask_reduce_add_epi32(0xcccc, words);
 }
 
-void quantize(const float* permuted, int k_tiles, int8_t* high, int8_t* low, float* scales, float* sums) {
+// A tile's 64 bytes to a row's words in its block.
+inline void place(const int8_t* bytes, int lanes, int8_t* out) {
+    if (lanes == 1) {
+        _mm512_storeu_si512(out, _mm512_load_si512(bytes));
+        return;
+    }
+    for (int word = 0; word < 16; ++word) std::memcpy(out + int64_t(word) * lanes * 4, bytes + 4 * word, 4);
+}
+
+void quantize(const float* permuted, int k_tiles, int lanes, int8_t* high, int8_t* low, float* scales,
+              float* sums) {
     const float top = low ? 127.f * 256.f : 127.f;
-    for (int tile = 0; tile < k_tiles; ++tile, high += 64, permuted += 64) {
+    for (int tile = 0; tile < k_tiles; ++tile, permuted += 64) {
         __m512 v[4], most = _mm512_setzero_ps();
         for (int i = 0; i < 4; ++i) {
             v[i] = _mm512_loadu_ps(permuted + 16 * i);
@@ -225,28 +316,30 @@ void quantize(const float* permuted, int k_tiles, int8_t* high, int8_t* low, flo
         }
         const float largest = _mm512_reduce_max_ps(most);
         const float scale = largest / top, inverse = largest > 0.f ? top / largest : 0.f;
+        alignas(64) int8_t above[64], below[64];
         for (int i = 0; i < 4; ++i) {
             const __m512i q = _mm512_cvtps_epi32(_mm512_mul_ps(v[i], _mm512_set1_ps(inverse)));
-            __m512i above = q;
+            __m512i upper = q;
             if (low) {
-                above = _mm512_srai_epi32(_mm512_add_epi32(q, _mm512_set1_epi32(128)), 8);
-                const __m512i rest = _mm512_sub_epi32(q, _mm512_slli_epi32(above, 8));
-                _mm_storeu_si128(reinterpret_cast<__m128i*>(low + 16 * i), _mm512_cvtepi32_epi8(rest));
+                upper = _mm512_srai_epi32(_mm512_add_epi32(q, _mm512_set1_epi32(128)), 8);
+                const __m512i rest = _mm512_sub_epi32(q, _mm512_slli_epi32(upper, 8));
+                _mm_store_si128(reinterpret_cast<__m128i*>(below + 16 * i), _mm512_cvtepi32_epi8(rest));
             }
-            _mm_storeu_si128(reinterpret_cast<__m128i*>(high + 16 * i), _mm512_cvtsepi32_epi8(above));
+            _mm_store_si128(reinterpret_cast<__m128i*>(above + 16 * i), _mm512_cvtsepi32_epi8(upper));
         }
         int first, second;
-        half_sums(high, &first, &second);
+        half_sums(above, &first, &second);
+        place(above, lanes, high + int64_t(tile) * 64 * lanes);
         if (low) {
             int first_low, second_low;
-            half_sums(low, &first_low, &second_low);
+            half_sums(below, &first_low, &second_low);
             first = 256 * first + first_low;
             second = 256 * second + second_low;
-            low += 64;
+            place(below, lanes, low + int64_t(tile) * 64 * lanes);
         }
-        scales[tile] = scale;
-        sums[2 * tile] = scale * float(first);
-        sums[2 * tile + 1] = scale * float(second);
+        scales[tile * lanes] = scale;
+        sums[2 * tile * lanes] = scale * float(first);
+        sums[(2 * tile + 1) * lanes] = scale * float(second);
     }
 }
 

@@ -47,7 +47,8 @@ void LinearRunner::operator()(const Linear& w, const float* x, int rows, float* 
     if (w.codes) {
         ldx = stored_columns(w);
         permuted_.resize(std::max(permuted_.size(), size_t(rows) * ldx));
-        const size_t tiles = size_t(rows) * w.k_tiles;
+        const int side = lanes(rows);
+        const size_t tiles = size_t(ceil_div(rows, side)) * side * w.k_tiles;
         if (int8_) {
             high_.resize(std::max(high_.size(), tiles * 64));
             if (two_bytes_) low_.resize(std::max(low_.size(), tiles * 64));
@@ -63,11 +64,12 @@ void LinearRunner::operator()(const Linear& w, const float* x, int rows, float* 
                 row = gathered;
             }
             k_.permute_packed(row, w.k, permuted_.data() + m * ldx, 1, w.k, w.k_tiles);
-            const int64_t at = int64_t(m) * w.k_tiles;
-            if (int8_)
-                int8_->quantize(permuted_.data() + m * ldx, w.k_tiles, high_.data() + at * 64,
-                                two_bytes_ ? low_.data() + at * 64 : nullptr, byte_scales_.data() + at,
-                                byte_sums_.data() + 2 * at);
+            if (!int8_) return;
+            const int64_t block = int64_t(m / side) * w.k_tiles * side;
+            const int lane = m % side;
+            int8_t* low = two_bytes_ ? low_.data() + block * 64 + lane * 4 : nullptr;
+            int8_->quantize(permuted_.data() + m * ldx, w.k_tiles, side, high_.data() + block * 64 + lane * 4,
+                            low, byte_scales_.data() + block + lane, byte_sums_.data() + 2 * block + lane);
         });
         if (int8_) return byte_rows(w, rows, y);
         x = permuted_.data();
@@ -129,9 +131,13 @@ void LinearRunner::byte_rows(const Linear& w, int rows, float* y) {
         auto* aligned = scratch.data() + (64 - reinterpret_cast<uintptr_t>(scratch.data()) % 64) % 64;
         for (int m = 0; m < rows; m += kByteRows) {
             const int64_t at = int64_t(m) * w.k_tiles;
-            const Int8Rows x = {high_.data() + at * 64,        two_bytes_ ? low_.data() + at * 64 : nullptr,
-                                byte_scales_.data() + at,      byte_sums_.data() + 2 * at,
-                                std::min(kByteRows, rows - m), w.k_tiles};
+            const Int8Rows x = {high_.data() + at * 64,
+                                two_bytes_ ? low_.data() + at * 64 : nullptr,
+                                byte_scales_.data() + at,
+                                byte_sums_.data() + 2 * at,
+                                std::min(kByteRows, rows - m),
+                                w.k_tiles,
+                                lanes(rows)};
             for (int n = n0; n < n1; n += 16)
                 int8_->linear(view, n / 16, x, y + int64_t(m) * w.n + n, w.n, std::min(16, n1 - n), aligned);
         }

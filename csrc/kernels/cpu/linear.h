@@ -25,6 +25,8 @@ class LinearRunner {
   private:
     void few_rows(const Linear& w, const float* x, int64_t ldx, int rows, float* y);
     void many_rows(const Linear& w, const float* x, int64_t ldx, int rows, float* y);
+    // Rows of bytes that lie side by side. One alone has kernels of its own, which add in another order.
+    int lanes(int rows) const { return rows == 1 && !deterministic_ ? 1 : kByteLanes; }
     void byte_rows(const Linear& w, int rows, float* y);
     void add_bias(const Linear& w, int rows, float* y, int n0, int n1) const;
     // Splits N into tasks of at most `most` rows of the weight, balanced over the threads, multiples of 16.
