@@ -16,7 +16,7 @@ GPU_BUILD  := build/gpu
 # Several tests at a time where pytest can: most of their time is the host's.
 GPU_PYTEST ?= $(shell $(GPU_PYTHON) -c "import xdist" 2> /dev/null && echo "-n 8")
 
-.PHONY: install demo test lint format bench clean cuda-check gpu-build gpu-check gpu-sanitize bench-gpu tune-gpu
+.PHONY: install demo test lint format bench bench-cpu clean cuda-check gpu-build gpu-check gpu-sanitize bench-gpu tune-gpu
 
 install: $(BUILT)
 
@@ -52,6 +52,10 @@ format: install
 
 bench: install
 	$(VENV)/bin/turbomill bench engine demo
+
+# Beside llama.cpp: PEER_PYTHON is an interpreter with llama-cpp-python.
+bench-cpu: install
+	$(VENV)/bin/python -m turbomill.reports.bench_cpu $(if $(PEER_PYTHON),--peer-python $(PEER_PYTHON))
 
 # Compiles every kernel, and the host code around them but for the cuBLAS calls, without a GPU or cuBLAS.
 CUDA_HEADERS := $(wildcard csrc/kernels/cuda/*.h csrc/kernels/cuda/*.cuh csrc/kernels/cuda/*.inc csrc/core/*.h)

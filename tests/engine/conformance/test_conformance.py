@@ -68,6 +68,7 @@ async def test_small_pool_still_serves_everyone(make_engine):
 
 
 async def test_guided_texts_fit_their_grammar_beside_free_ones(engine):
+    pytest.importorskip("llguidance")  # not on every machine with a GPU
     digits = {"type": "regex_schema", "regex_schema": "[0-9]{3,12}"}
     gen = {"do_sample": True, "temperature": 1.5, "max_new_tokens": 20, "ignore_eos": False}
     runs = [run(engine, PROMPT, seed=i, response_format=digits if i % 2 else None, **gen) for i in range(8)]
