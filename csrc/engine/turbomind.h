@@ -23,9 +23,9 @@ class Turbomind {
     // on after wake(). Throws std::invalid_argument for another level, std::runtime_error when waking fails.
     void sleep(int level);
     void wake();
-    // Other weights, of tensors with the same names, layouts and shapes: what runs goes on with them, from its
-    // tokens. An engine that sleeps, or is paused, stays so. Throws, with nothing changed, std::runtime_error for
-    // a tensor that is not as it must be.
+    // Other weights, of tensors with the same names, layouts and shapes: what runs goes on with them, from
+    // its tokens. An engine that sleeps, or is paused, stays so. Throws, with nothing changed,
+    // std::runtime_error for a tensor that is not as it must be.
     void update(const std::vector<TensorRef>& tensors);
     // Closes the engine, then frees activations, cache and copies of weights: whoever still holds the object
     // holds little memory. Any thread, any number of times.

@@ -95,8 +95,7 @@ void Attention::tile(int layer, const Slice& slice, const Tile& t, int head, con
             std::fill(scores + last, scores + count, 0.f);
             if (few) k_.weighted_sum(scores + first, values + int64_t(first) * d, seen, d, acc);
         }
-        if (!few)
-            gemm_nn_add(rows, d, count, s.scores.data(), block_len, values, d, s.acc.data(), d);
+        if (!few) gemm_nn_add(rows, d, count, s.scores.data(), block_len, values, d, s.acc.data(), d);
     }
     for (int r = 0; r < rows; ++r) {
         float* o = out + int64_t(r / group) * model_.q_dim() + (head * group + r % group) * d;
