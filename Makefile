@@ -86,9 +86,15 @@ gpu-build:
 	cmake --build $(GPU_BUILD)
 	for f in $(GPU_BUILD)/_core*.so; do cp $$f src/turbomill/.core && mv src/turbomill/.core src/turbomill/$$(basename $$f); done
 
-# Builds with the packages that are on the machine, offline, and runs tests/gpu.
+# Builds with the packages that are on the machine, offline, and runs tests/gpu in GPU_SHARDS processes at once.
+GPU_SHARDS ?= 1
 gpu-check: gpu-build
-	PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} OMP_NUM_THREADS=2 $(GPU_PYTHON) -m pytest -c tests/gpu/gpu.ini --rootdir=. tests/gpu $(GPU_PYTEST)
+	@for i in $$(seq $(GPU_SHARDS)); do \
+	  PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} OMP_NUM_THREADS=2 TURBOMILL_SHARD=$$i/$(GPU_SHARDS) $(GPU_PYTHON) -m pytest \
+	    -c tests/gpu/gpu.ini --rootdir=. tests/gpu $(GPU_PYTEST) > $(GPU_BUILD)/check-$$i.txt 2>&1 & pids="$$pids $$!"; \
+	done; \
+	failed=0; for pid in $$pids; do wait $$pid || failed=1; done; \
+	grep -hE "^(FAILED|ERROR|E  )" $(GPU_BUILD)/check-*.txt; tail -qn 1 $(GPU_BUILD)/check-*.txt; exit $$failed
 
 # Every kernel once under compute-sanitizer: memory errors, then races in shared memory.
 gpu-sanitize: gpu-build
