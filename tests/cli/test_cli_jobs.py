@@ -29,7 +29,7 @@ def test_from_checkpoint_to_report(turbomill, tiny, text):
     assert ppl["reference"]["name"] == str(tiny), "the source was recorded by lite"
     judged = turbomill("eval", "kv", tiny, *sizes, "--test-round", 1, "--work_dir", "runs/kv")
     kv = json.loads(judged.stdout)
-    assert [p["name"] for p in kv["policies"]] == ["16", "8", "4"]
+    assert [p["name"] for p in kv["policies"]] == ["16", "fp8", "8", "k8v4r", "4", "4r"]
     assert {"bits_per_token", "ppl", "kl", "by_length", "verdict"} <= kv["policies"][0].keys()
     assert judged.returncode == {"safe": 0, "test first": 3, "do not use": 4}[kv["verdict"]]
     grid = ["--concurrency", "1,2", "--prompt_tokens", "8", "--completion-tokens", "64", "--test-round", 1]
