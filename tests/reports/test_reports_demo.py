@@ -60,7 +60,7 @@ def test_table(finished):
         assert variant["kl"] > 1e-4 and variant["disk_bytes"] < fp16["disk_bytes"]
         assert variant["model"]["scheme"].endswith("w4g64asym")
     for variant in result["variants"]:
-        assert list(variant["kv"]) == ["16", "8", "4"]
+        assert list(variant["kv"]) == ["16", "8", "4r"]
         assert variant["kv"]["16"]["ppl"] == variant["ppl"] and variant["kv"]["16"]["kl"] == variant["kl"]
         assert variant["kv"]["4"]["bytes_per_token"] < variant["kv"]["8"]["bytes_per_token"]
         assert variant["decode_tok_s"] > 0
