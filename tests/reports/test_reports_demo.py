@@ -62,7 +62,7 @@ def test_table(finished):
     for variant in result["variants"]:
         assert list(variant["kv"]) == ["16", "8", "4r"]
         assert variant["kv"]["16"]["ppl"] == variant["ppl"] and variant["kv"]["16"]["kl"] == variant["kl"]
-        assert variant["kv"]["4"]["bytes_per_token"] < variant["kv"]["8"]["bytes_per_token"]
+        assert variant["kv"]["4r"]["bytes_per_token"] < variant["kv"]["8"]["bytes_per_token"]
         assert variant["decode_tok_s"] > 0
     assert isinstance(result["answer"], str) and result["question"] == module.QUESTION
     assert load_run(work_dir) == run
