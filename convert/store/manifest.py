@@ -145,7 +145,7 @@ def _wrong_tensor(info: TensorInfo, files: dict[str, int]) -> str:
     """What is wrong with a tensor by itself; empty when nothing is."""
     for key in ("shape", "logical"):
         sizes = getattr(info, key)
-        if not isinstance(sizes, list) or not all(_is_count(size) for size in sizes) or len(sizes) > 6:
+        if not isinstance(sizes, list) or not all(_is_count(size) for size in sizes) or len(sizes) > 7:
             return f"{key} {str(sizes)[:40]} is not a list of sizes"
     if not isinstance(info.dtype, str) or info.dtype not in DTYPE_OF:
         return f"dtype {str(info.dtype)[:40]} is not known"
