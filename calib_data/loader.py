@@ -18,6 +18,7 @@ from turbomill.errors import TurbomillError, UsageError
 SPLITS = builtin.SPLITS
 # What the model writes itself: after openings of the built-in text, or after nothing.
 OWN = ("self", "free")
+OWN_BATCH = 64  # pieces of `self` that are written together: they are short
 # Hub sets are endless for our purpose: stop once there is comfortably more text than the windows need.
 HUB_CHARACTERS_PER_TOKEN = 8
 
@@ -83,6 +84,13 @@ def token_ids(tokenizer: Any, texts: list[str]) -> Tensor:
     return torch.tensor(ids, dtype=torch.int64)
 
 
+def _openings(tokenizer: Any, pieces: int, split: str) -> Tensor:
+    """The first OPENING tokens of pieces at equal steps in the built-in text: at least `pieces`, if it has as
+    many."""
+    text = token_ids(tokenizer, load_texts("builtin", split))
+    return text.unfold(0, OPENING, max((text.numel() - OPENING) // pieces, 1))
+
+
 def load_windows(
     name: str,
     tokenizer: Any,
@@ -117,17 +125,14 @@ def load_windows(
                 )
         cut = torch.cat(parts)
         return Windows(cut, name, split, fingerprint(cut))
-    if name in OWN and model is None:
-        raise UsageError(f"{name}: needs the model it samples from")
-    if name == "free":
-        assert model is not None
-        cut = sample_ids(model(), samples, seqlen, seed + (split == "evaluation"))
-    elif name == "self":
-        assert model is not None
-        pieces = samples * -(-seqlen // PIECE)
-        text = token_ids(tokenizer, load_texts("builtin", split))
-        openings = text.unfold(0, OPENING, max((text.numel() - OPENING) // pieces, 1))  # [>= pieces, OPENING]
-        cut = sample_ids(model(), samples, seqlen, seed, openings=openings)
+    if name in OWN:
+        if model is None:
+            raise UsageError(f"{name}: needs the model it samples from")
+        if name == "free":
+            cut = sample_ids(model(), samples, seqlen, seed + (split == "evaluation"))
+        else:
+            openings = _openings(tokenizer, samples * -(-seqlen // PIECE), split)
+            cut = sample_ids(model(), samples, seqlen, seed, OWN_BATCH, openings)
     else:
         limit = samples * seqlen * HUB_CHARACTERS_PER_TOKEN if name in hub.HUB_SETS else None
         texts = load_texts(name, split, tokenizer, limit)

@@ -25,7 +25,7 @@ def sample_ids(
     n: int,
     length: int,
     seed: int = 0,
-    batch_size: int = 64,
+    batch_size: int = 32,
     openings: Tensor | None = None,
 ) -> Tensor:
     """Sample `n` sequences of `length` tokens at temperature 1 from a transformers causal LM, with its KV

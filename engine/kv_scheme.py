@@ -57,21 +57,12 @@ class KvScheme:
         return self.quant_policy in ROTATED if self.rotation is None else self.rotation
 
     @property
-    def fields(self) -> dict[str, Any]:
-        """Of this package's EngineConfig."""
+    def settings(self) -> dict[str, Any]:
+        """Fields of EngineConfig, this package's and the native core's."""
         return {
             "quant_policy": self.quant_policy,
             "kv_rotation": self.rotated,
             "kv_16bit_layers": self.layers_16bit,
-        }
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Fields of the native core's EngineConfig."""
-        return {
-            "quant_policy": self.quant_policy,
-            "kv_rotation": self.rotated,
-            "kv_16bit_layers": list(self.layers_16bit),
         }
 
     @property

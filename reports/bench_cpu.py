@@ -38,7 +38,7 @@ LOADS = {
 
 
 class Peer:
-    """llama_peer.py in a process of its own; None of it where llama-cpp-python is not installed."""
+    """llama_peer.py in a process of its own. Raises UsageError where llama-cpp-python is not installed."""
 
     def __init__(self, python: str, model: Path, threads: int, session: int, sequences: int) -> None:
         script = Path(__file__).with_name("llama_peer.py")
@@ -46,7 +46,11 @@ class Peer:
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
-        self.version = self._answer()["version"]
+        try:
+            self.version = self._answer()["version"]
+        except UsageError:
+            self.close()
+            raise
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None and self._process.stderr is not None
@@ -68,6 +72,10 @@ class Peer:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the process."""
         self._process.kill()
         self._process.communicate()
 

@@ -155,7 +155,7 @@ def bench_engine(
     config = EngineConfig(
         session_len=longest,
         max_batch_size=max(load.batch for load in loads) * (2 if mixed else 1),
-        **kv.fields,
+        **kv.settings,
         num_threads=num_threads,
         enable_prefix_caching=False,  # rounds and loads begin alike, and every prompt is to be computed
     )

@@ -56,7 +56,7 @@ class EvalOptions(TextOptions):
         return EngineConfig(
             session_len=self.window_len,
             max_batch_size=1,
-            **kv.fields,
+            **kv.settings,
             cache_dtype=self.cache_dtype,
             num_threads=self.num_threads,
             enable_prefix_caching=False,  # windows that overlap are still computed from their beginning

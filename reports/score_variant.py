@@ -71,7 +71,7 @@ def measure_decode(spec: VariantSpec, kv: KvScheme) -> float:
     config = EngineConfig(
         session_len=load.prompt_tokens + load.completion_tokens,
         max_batch_size=1,
-        **kv.fields,
+        **kv.settings,
         num_threads=spec.num_threads,
     )
     with TurbomindEngine(store, config, reason="its speed is measured") as engine:

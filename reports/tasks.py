@@ -145,7 +145,7 @@ def _engine(store: Store, options: TaskOptions) -> AbstractContextManager[Turbom
     config = EngineConfig(
         session_len=options.session_len,
         max_batch_size=options.batch_size,
-        **options.kv.fields,
+        **options.kv.settings,
         num_threads=options.num_threads,
     )
     return TurbomindEngine(store, config, reason="it is scored")

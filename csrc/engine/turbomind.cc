@@ -96,13 +96,16 @@ void Turbomind::update(const std::vector<TensorRef>& tensors) {
     Weights fresh(model_, tensors);
     require_same_tables(weights_, fresh);
     const std::lock_guard lock(asleep_mutex_);
-    const bool paused = engine_->paused();
+    const bool paused = engine_->paused(), asleep = asleep_;
     engine_->sleep([&] {
         backend_->sleep(2);
         weights_ = std::move(fresh);
         other_weights_ = true;
     });
-    if (!asleep_) engine_->wake([this] { restore(); }, paused);
+    asleep_ = true;
+    if (asleep) return;
+    engine_->wake([this] { restore(); }, paused);  // where that fails, wake() may be tried again
+    asleep_ = false;
 }
 
 void Turbomind::restore() {

@@ -1,13 +1,11 @@
-"""GGUF files: written with the gguf library in every type it knows, damaged, and the real built-in model."""
-
-from pathlib import Path
+"""GGUF files: written with the gguf library in every type it knows, and the real built-in model."""
 
 import gguf
 import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Q
-from transformers import LlamaConfig, LlamaForCausalLM
+from gguf_llama import DECODED, DIM, HEADS, KV, QUANTIZABLE, permute, tiny_model, write_gguf
 
 from turbomill.convert.checkpoint import open_checkpoint
 from turbomill.convert.describe import describe
@@ -17,114 +15,6 @@ from turbomill.convert.rewrite import open_any, rewrite_checkpoint
 from turbomill.convert.store import convert_checkpoint
 from turbomill.convert.store.verify import check_tensors_against
 from turbomill.errors import CheckpointError, UnsupportedModelError
-
-HIDDEN, INTER, HEADS, KV, DIM, VOCAB = 256, 256, 4, 2, 64, 64
-QUANTIZABLE = [Q.F32, Q.F16, Q.BF16, Q.Q8_0, Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1]
-# Types that the library only decodes.
-DECODED = [kind for kind in gguf.quants._type_traits if kind not in QUANTIZABLE]
-
-
-def permute(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """llama.cpp's order, head by head: rows 0, D/2, 1, D/2 + 1, ... of the checkpoint's."""
-    out = torch.empty_like(weight)
-    dim = weight.shape[0] // heads
-    for head in range(heads):
-        for i in range(dim // 2):
-            out[head * dim + 2 * i] = weight[head * dim + i]
-            out[head * dim + 2 * i + 1] = weight[head * dim + dim // 2 + i]
-    return out
-
-
-def encode(values: torch.Tensor, kind: Q) -> np.ndarray:
-    """Quantize, or where the library only reads a type, draw blocks of it."""
-    array = values.numpy().astype(np.float32)
-    if kind == Q.F32:
-        return array
-    if kind == Q.F16:
-        return array.astype(np.float16)
-    if kind in QUANTIZABLE:
-        return gguf.quants.quantize(array, kind)
-    block, size = gguf.GGML_QUANT_SIZES[kind]
-    rng, count = np.random.default_rng(0), array.size // block
-    blocks = np.empty((0, size), np.uint8)
-    while len(blocks) < count:  # random bytes, where they stand for numbers of a sane size
-        drawn = rng.integers(0, 256, (4 * count, size), dtype=np.uint8)
-        with np.errstate(all="ignore"):
-            values = gguf.quants.dequantize(drawn, kind)
-        blocks = np.concatenate([blocks, drawn[(np.abs(values) < 1000).all(1)]])
-    return blocks[:count].reshape(*array.shape[:-1], -1)
-
-
-def write_gguf(path: Path, model: LlamaForCausalLM, kind: Q, **extra) -> dict[str, np.ndarray]:
-    """A GGUF file as llama.cpp's converter writes it; returns what each matrix was encoded to."""
-    config = model.config
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_key_length(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_eot_token_id(5)
-    for key, value in extra.items():
-        if isinstance(value, float):
-            writer.add_float32(key, value)
-        elif isinstance(value, int):
-            writer.add_uint32(key, value)
-        elif isinstance(value, str):
-            writer.add_string(key, value)
-        else:
-            writer.add_tensor(key, value)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
-    encoded = {}
-    for name, value in model.state_dict().items():
-        base, suffix = name.rsplit(".", 1)
-        if name == "lm_head.weight" and config.tie_word_embeddings:
-            continue
-        value = value.detach().float()
-        if "q_proj" in name:
-            value = permute(value, config.num_attention_heads)
-        if "k_proj" in name:
-            value = permute(value, config.num_key_value_heads)
-        target = f"{names.get_name(base)}.{suffix}"
-        if value.dim() == 1:
-            writer.add_tensor(target, value.numpy())
-        else:
-            encoded[name] = encode(value, kind)
-            writer.add_tensor(target, encoded[name], raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return encoded
-
-
-def tiny_model(**fields) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        **{
-            "vocab_size": VOCAB,
-            "hidden_size": HIDDEN,
-            "intermediate_size": INTER,
-            "num_hidden_layers": 1,
-            "num_attention_heads": HEADS,
-            "num_key_value_heads": KV,
-            "max_position_embeddings": 128,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
-            **fields,
-        }
-    )
-    model = LlamaForCausalLM(config).eval()
-    for name, parameter in model.named_parameters():
-        if name.endswith("bias"):
-            torch.nn.init.normal_(parameter, std=0.1)
-    return model
 
 
 @pytest.mark.parametrize("kind", QUANTIZABLE + DECODED, ids=lambda kind: kind.name)
@@ -335,108 +225,6 @@ def test_a_tokenizer_beside_the_file_is_used(tmp_path):
     store = convert_checkpoint(tmp_path / "m.gguf", tmp_path / "store")
     assert store.manifest["tokenizer"]["chat_template"] and store.tokenizer().get_vocab()["hello"] == 0
     assert not (tmp_path / "store" / "diary.txt").exists()
-
-
-def refused(path: Path, content: bytes, words: str) -> None:
-    path.write_bytes(content)
-    with pytest.raises(CheckpointError, match=words) as error:
-        open_checkpoint(path)
-    assert str(path) in str(error.value) and "\n" not in str(error.value)
-
-
-def test_damaged_files_are_one_line_errors(tmp_path):
-    path = tmp_path / "m.gguf"
-    write_gguf(path, tiny_model(), Q.Q8_0)
-    whole = path.read_bytes()
-    for cut in (0, 3):
-        refused(path, whole[:cut], "not a GGUF file")
-    for cut in (4, 20, 200, 1000, len(whole) // 2, len(whole) - 40):
-        refused(path, whole[:cut], "truncated")
-    refused(path, b"GGML" + whole[4:], r"not a GGUF file: its magic is b'GGML', expected b'GGUF'")
-    for version, words in ((1, "GGUF version 1"), (4, "GGUF version 4"), (3 << 24, "a big-endian file")):
-        refused(path, whole[:4] + U4(version) + whole[8:], f"{words} is not supported")
-    refused(path, whole[:8] + U8(2**60) + whole[16:], "truncated or damaged")  # tensors
-    refused(path, whole[:16] + U8(2**60) + whole[24:], "truncated or damaged")  # fields
-    refused(path, whole[:24] + U8(2**60) + whole[32:], f"a metadata key needs {2**60} bytes")
-
-
-def U4(number: int) -> bytes:
-    return number.to_bytes(4, "little")
-
-
-def U8(number: int) -> bytes:
-    return number.to_bytes(8, "little")
-
-
-def text(value: str) -> bytes:
-    return U8(len(value)) + value.encode()
-
-
-def field(key: str, kind: int, value: bytes) -> bytes:
-    return text(key) + U4(kind) + value
-
-
-def info(name: str, dims: list[int], kind: int, offset: int) -> bytes:
-    return text(name) + U4(len(dims)) + b"".join(map(U8, dims)) + U4(kind) + U8(offset)
-
-
-def file_of(fields: list[bytes], infos: list[bytes]) -> bytes:
-    """A file of version 3 with 64 bytes of data, which begin at a multiple of 32."""
-    head = b"GGUF" + U4(3) + U8(len(infos)) + U8(len(fields)) + b"".join(fields + infos)
-    return head + bytes(-len(head) % 32) + bytes(64)
-
-
-@pytest.mark.parametrize(
-    ("fields", "infos", "words"),
-    [
-        ([field("general.alignment", 4, U4(24))], [], "general.alignment is 24, expected a power"),
-        ([field("general.alignment", 4, U4(0))], [], "general.alignment is 0"),
-        ([field("general.alignment", 8, text("x"))], [], "general.alignment is x"),
-        ([field("a", 4, U4(1))] * 2, [], "metadata a is there twice"),
-        ([field("a", 99, U4(1))], [], "metadata a: type 99 is not known"),
-        ([field("a", 9, U4(0) + U8(2**60))], [], "truncated or damaged: a needs"),
-        ([field("a", 9, U4(8) + U8(2**60))], [], "truncated or damaged: a needs"),
-        ([field("a", 9, U4(9) + U8(1))], [], "an array of type 9"),
-        ([field("a", 8, U8(2) + b"\xff\xff")], [], "is not UTF-8"),
-        ([], [info("x", [64], 0, 0)], "tensor x: truncated file"),
-        ([], [info("x", [8], 0, 4)], "offset 4 is no multiple of 32"),
-        ([], [info("x", [8], 77, 0)], "tensor x: type 77"),
-        ([], [info("x", [8], 2, 0)], "rows of 8 are not whole blocks of Q4_0"),
-        ([], [info("x", [1] * 5, 0, 0)], "tensor x: 5 dimensions"),
-        ([], [info("x", [8], 0, 0)] * 2, "tensor x is there twice"),
-        ([], [info("x", [16], 0, 0), info("y", [8], 0, 32)], "tensors x and y overlap"),
-        ([], [info("x", [2**62, 2**62], 0, 0)], "tensor x: truncated file"),
-        ([], [], "general.architecture is missing"),
-        ([field("general.architecture", 8, text("llama"))], [], "token_embd.weight"),
-    ],
-)
-def test_headers_that_cannot_be(tmp_path, fields, infos, words):
-    refused(tmp_path / "m.gguf", file_of(fields, infos), words)
-
-
-@pytest.mark.parametrize(
-    ("key", "words"),
-    [
-        ("llama.block_count", "llama.block_count is missing"),
-        ("llama.attention.head_count", "llama.attention.head_count is missing"),
-        ("llama.attention.layer_norm_rms_epsilon", "layer_norm_rms_epsilon is missing"),
-        ("llama.feed_forward_length", "llama.feed_forward_length is missing"),
-    ],
-)
-def test_missing_metadata_is_named(tmp_path, key, words):
-    path = tmp_path / "m.gguf"
-    write_gguf(path, tiny_model(), Q.Q8_0)
-    refused(path, path.read_bytes().replace(key.encode(), key[:-1].encode() + b"_"), words)
-
-
-def test_values_beyond_fp16_are_named(tmp_path):
-    model = tiny_model()
-    with torch.no_grad():
-        model.model.layers[0].mlp.up_proj.weight[0, 0] = 1e6
-    write_gguf(tmp_path / "m.gguf", model, Q.Q8_0)
-    checkpoint = open_checkpoint(tmp_path / "m.gguf")
-    with pytest.raises(CheckpointError, match=r"blk\.0\.ffn_up\.weight: .*float16"):
-        checkpoint.tensor("model.layers.0.mlp.up_proj.weight")
 
 
 def test_fingerprint_names_the_content(tmp_path):

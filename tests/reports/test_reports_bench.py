@@ -7,6 +7,7 @@ import pytest
 from turbomill.engine.requests import GenerationOutput, Usage
 from turbomill.errors import UsageError
 from turbomill.reports import bench_engine as module
+from turbomill.reports.bench_cpu import bench_cpu
 from turbomill.reports.bench_engine import Load, bench_engine, measure, run_load, run_mixed
 from turbomill.reports.runs import load_run
 from turbomill.reports.tables import speeds_cells
@@ -150,3 +151,25 @@ def test_mixed_on_a_tiny_model(tiny):
 def test_longer_than_the_context_is_refused_first(tiny):
     with pytest.raises(UsageError, match="300 together, but the model's context is 256"):
         bench_engine(str(tiny), [Load(1, 8, 8), Load(1, 200, 100)])
+
+
+PEER = """#!/bin/sh
+echo '{"version": "7"}'
+while read line; do echo '{"prefill_tok_s": 50, "decode_tok_s": 4}'; done
+"""
+
+
+def test_beside_a_peer_and_without_one(tiny, tmp_path):
+    """The peer speaks lines of JSON; without one, what it said instead is told and ours are measured."""
+    peer = tmp_path / "peer"
+    peer.write_text(PEER)
+    peer.chmod(0o755)
+    given = {"activations": "auto", "threads": 1, "rounds": 1, "only": "1 stream"}
+    found = bench_cpu(str(tiny), peer_python=str(peer), **given)
+    [row] = found["rows"]
+    assert (found["peer"], row["peer"]) == ("llama-cpp-python 7", 4) and row["ours"] > 0
+    peer.write_text("#!/bin/sh\necho 'no module named llama_cpp' >&2\n")
+    alone = bench_cpu(str(tiny), peer_python=str(peer), **given)
+    assert alone["peer"] == "llama-cpp-python: no module named llama_cpp"
+    assert alone["rows"][0]["peer"] is None and alone["rows"][0]["ours"] > 0
+    assert bench_cpu(str(tiny), peer_python=str(tmp_path / "none"), **given)["rows"][0]["peer"] is None
