@@ -1,4 +1,5 @@
 // Launching the fused kernels: the tensor maps of their operands, and whether they fit.
+#include <algorithm>
 #include <string>
 
 #include "kernels/cuda/tensor_map.h"
@@ -40,8 +41,16 @@ bool w4_fused_fits(DType type, const W4View& w, const void* x) {
            reinterpret_cast<uintptr_t>(x) % 16 == 0;
 }
 
+size_t w4_exchange_bytes(int multiprocessors) {
+    size_t most = 0;  // sums of a tile that a thread block does not begin, and of one that it does not end
+    for (const W4Kernel& kernel : kW4Kernels)
+        most = std::max(most, size_t(2) * kernel.blocks * 64 * kernel.warpgroups * kernel.tokens * 4);
+    return most * multiprocessors;
+}
+
 void w4_fused(DType type, DType out, const W4View& w, const void* x, const float* bias, void* y, int rows,
-              const W4Plan& plan, int multiprocessors, bool overlap, cudaStream_t stream, bool gated) {
+              const W4Plan& plan, void* exchange, int multiprocessors, bool overlap, cudaStream_t stream,
+              bool gated) {
     if (rows == 0) return;
     FusedJob job{};
     job.w = w;
@@ -55,7 +64,14 @@ void w4_fused(DType type, DType out, const W4View& w, const void* x, const float
     job.n_blocks = blocks_for(w.n, 64 * plan.kernel.warpgroups);
     job.m_tiles = blocks_for(rows, plan.kernel.tokens);
     job.splits = plan.splits;
-    job.direct = plan.splits == 1 && !job.out_fp32;
+    job.direct = plan.splits == 1 && !plan.stripes && !job.out_fp32;
+    job.stages = blocks_for(w.k_tiles, fused_stage_tiles(plan.kernel));
+    if (plan.stripes) {
+        if (plan.splits != 1 || plan.stripes > plan.kernel.blocks || !exchange)
+            throw std::invalid_argument("w4_fused: no such stripes");
+        job.share = blocks_for(job.n_blocks * job.m_tiles * job.stages, plan.stripes * multiprocessors);
+        job.exchange = static_cast<float4*>(exchange);
+    }
     if (plan.splits < 1 || plan.splits > 8 || plan.splits > (w.k_tiles + 1) / 2)
         throw std::invalid_argument("w4_fused: K cannot be split into " + std::to_string(plan.splits));
     const bool whole = w.group > 64 || w.groups == 1;

@@ -3,92 +3,82 @@
 // in shared memory. One thread keeps a ring of K tiles filled by the copy engine; each of the other
 // warpgroups dequantizes and multiplies its own 64 rows: w4_fused_products.cuh.
 //
-// When tiles are too few to fill the GPU, K is split over the blocks of a cluster, which add their results in
-// order through each other's shared memory: no workspace, and the same bits every time.
+// When tiles are too few to fill the GPU, or do not fill it evenly, K is split: over the blocks of a cluster,
+// which add their results in order through each other's shared memory, or by equal shares of all tiles' K,
+// added through memory (w4_fused_exchange.cuh). The same bits every time, either way.
 #pragma once
 
 #include <type_traits>
 
 #include "kernels/cuda/gate.cuh"
-#include "kernels/cuda/w4_fused_products.cuh"
+#include "kernels/cuda/w4_fused_exchange.cuh"
+#include "kernels/cuda/w4_fused_work.cuh"
 
 namespace turbomill::cuda {
 
-// A thread block's tiles, and its part of K.
-struct FusedWork {
-    int first, step, count;  // tiles first, first + step, ...
-    int begin, end;          // K tiles
-
-    __device__ FusedWork(const FusedJob& job, int stage_tiles) {
-        const int tiles = job.n_blocks * job.m_tiles, rank = blockIdx.x % job.splits;
-        first = blockIdx.x / job.splits, step = gridDim.x / job.splits;
-        count = (tiles - first + step - 1) / step;
-        const int stages = (job.w.k_tiles + stage_tiles - 1) / stage_tiles;
-        begin = stages * rank / job.splits * stage_tiles;
-        end = min(stages * (rank + 1) / job.splits * stage_tiles, job.w.k_tiles);
+// The stages' barriers, before the block's threads part.
+template <int Groups, class Sizes>
+__device__ inline void fused_begin(const FusedRing<Groups, Sizes>& ring) {
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < Sizes::kStages; ++i) {
+            barrier_init(ring.full + 8 * i, 1);
+            barrier_init(ring.empty + 8 * i, Groups * 4);
+        }
+        barrier_init_fence();
     }
+    __syncthreads();
+}
 
-    // Tiles that run at the same time share activations and weights: a band of token tiles, N by N.
-    __device__ static int2 place(const FusedJob& job, int tile) {
-        constexpr int kBand = 16;
-        const int width = min(job.m_tiles, kBand), band = tile / (width * job.n_blocks);
-        const int here = min(width, job.m_tiles - band * width), rest = tile - band * width * job.n_blocks;
-        return {rest / here, band * width + rest % here};  // block of N, tile of tokens
+// One stage's weights, and its activations, by the copying thread.
+template <int Groups, bool Whole, class Sizes>
+struct FusedCopier {
+    const FusedRing<Groups, Sizes>& ring;
+    const FusedMaps& maps;
+    const W4View& w;
+    unsigned announced;  // bytes of a stage
+
+    __device__ FusedCopier(const FusedRing<Groups, Sizes>& ring, const FusedMaps& maps, const W4View& w)
+        : ring(ring), maps(maps), w(w) {
+        const int stage_groups = fused_stage_groups<Whole, Sizes>(w);
+        announced = Sizes::kTiles * Sizes::kInput +
+                    Groups * (Sizes::kCodes + (w.zeros ? 2 : 1) * stage_groups * 128);
+        prefetch_map(maps.codes);
+        prefetch_map(maps.scales);
+        prefetch_map(maps.x);
+    }
+    // From tile k of K on, whose scales begin with group `group`; n: of 64 rows of N.
+    __device__ void weights(int k, int group, int n, int to) const {
+        const unsigned full = ring.full + 8 * to;
+        barrier_expect(full, announced);
+        copy_box(ring.codes(to), maps.codes, 0, k, n, full);
+        copy_box(ring.params(to), maps.scales, 0, group, n, full);
+        if (w.zeros) copy_box(ring.params(to) + Groups * Sizes::kParams, maps.zeros, 0, group, n, full);
+    }
+    __device__ void input(int k, int row, int to) const {
+#pragma unroll
+        for (int tile = 0; tile < Sizes::kTiles; ++tile)
+            copy_box(ring.input(to) + tile * Sizes::kInput, maps.x, 64 * (k + tile), row, ring.full + 8 * to);
     }
 };
 
 // The copying thread.
-template <int Groups, int Tokens, bool Whole, class Sizes>
+template <int Groups, int Tokens, bool Whole, bool Striped, class Sizes>
 __device__ inline void fused_copies(const FusedRing<Groups, Sizes>& ring, const FusedMaps& maps,
-                                    const FusedJob& job, const FusedWork& work) {
-    constexpr int kTiles = Sizes::kTiles;
-    const W4View& w = job.w;
-    const int stage_groups = Whole ? 1 : kTiles * 64 / w.group;
-    const unsigned announced =
-        kTiles * Sizes::kInput + Groups * (Sizes::kCodes + (w.zeros ? 2 : 1) * stage_groups * 128);
-    // Stages until the next group, when a group has several.
-    const int period = !Whole ? 1 : w.groups == 1 ? 1 << 30 : w.group / (64 * kTiles);
-    prefetch_map(maps.codes);
-    prefetch_map(maps.scales);
-    prefetch_map(maps.x);
-
+                                    const FusedJob& job, const FusedWork<Striped>& work) {
+    const FusedCopier<Groups, Whole, Sizes> copy(ring, maps, job.w);
+    FusedStages<Whole, Striped, Sizes> at(work, job), input(at);
     int stage = 0;
-    unsigned parity = 1;  // of a stage that nobody has used yet
-    for (int i = 0; i < work.count; ++i) {
-        const int2 place = FusedWork::place(job, work.first + i * work.step);
-        int group = 64 * work.begin / w.group, left = period - work.begin / kTiles % period;
-
-        const auto copy_weights = [&](int k, int to) {
-            const unsigned full = ring.full + 8 * to;
-            barrier_expect(full, announced);
-            copy_box(ring.codes(to), maps.codes, 0, k, place.x * Groups, full);
-            copy_box(ring.params(to), maps.scales, 0, group, place.x * Groups, full);
-            if (w.zeros)
-                copy_box(ring.params(to) + Groups * Sizes::kParams, maps.zeros, 0, group, place.x * Groups,
-                         full);
-            if (--left == 0) group += stage_groups, left = period;
-        };
-        const auto copy_input = [&](int k, int to) {
-#pragma unroll
-            for (int tile = 0; tile < kTiles; ++tile)
-                copy_box(ring.input(to) + tile * Sizes::kInput, maps.x, 64 * (k + tile), place.y * Tokens,
-                         ring.full + 8 * to);
-        };
-        int k = work.begin;
-        if (i == 0) {  // weights do not depend on the kernels before this one
-            const int lead = min((work.end - k + kTiles - 1) / kTiles, Sizes::kStages);
-            for (int to = 0; to < lead; ++to) copy_weights(k + to * kTiles, to);
-            wait_dependences();
-            for (int to = 0; to < lead; ++to) copy_input(k + to * kTiles, to);
-            k += lead * kTiles, stage = lead;
-            if (stage == Sizes::kStages) stage = 0, parity = 0;
-        }
-        for (; k < work.end; k += kTiles) {
-            barrier_wait(ring.empty + 8 * stage, parity);
-            copy_weights(k, stage);
-            copy_input(k, stage);
-            if (++stage == Sizes::kStages) stage = 0, parity ^= 1;
-        }
+    const auto copy_weights = [&] { copy.weights(at.k, at.group, at.place.x * Groups, stage); };
+    // Weights do not depend on the kernels before this one.
+    for (; stage < Sizes::kStages && at.more; at.next(), ++stage) copy_weights();
+    wait_dependences();
+    for (int to = 0; to < stage; input.next(), ++to) copy.input(input.k, input.place.y * Tokens, to);
+    stage = 0;
+    for (unsigned parity = 0; at.more; at.next()) {
+        barrier_wait(ring.empty + 8 * stage, parity);
+        copy_weights();
+        copy.input(at.k, at.place.y * Tokens, stage);
+        if (++stage == Sizes::kStages) stage = 0, parity ^= 1;
     }
 }
 
@@ -119,13 +109,15 @@ __device__ inline uint4 gated_eight(const T* pair) {
     return result;
 }
 
-// A warpgroup's results to y in T, by way of shared memory, where they are turned from columns to rows.
+// A warpgroup's results of `Tokens` tokens to y in T, by way of shared memory, where they are turned from
+// columns to rows: of block `block` of N, from token m0 on.
 template <class T, int Tokens, class Sizes>
-__device__ inline void fused_store(uint8_t* staging, const FusedJob& job, int2 place,
-                                   float (&acc)[Tokens / 2]) {
+__device__ inline void fused_store(uint8_t* staging, const FusedJob& job, int block, int m0,
+                                   const float (&acc)[Tokens / 2]) {
+    constexpr int kPiece = Tokens < Sizes::kPiece ? Tokens : Sizes::kPiece;
     const int group = threadIdx.x / 128, sub = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     T* piece = reinterpret_cast<T*>(staging) + group * Sizes::kPiece * Sizes::kPieceStride;
-    const int n0 = place.x * Sizes::kRows + group * 64, m0 = place.y * Tokens;
+    const int n0 = block * Sizes::kRows + group * 64;
     float bias[2] = {};
     if (job.bias) {
         const int n = n0 + 16 * sub + lane / 4;
@@ -133,10 +125,10 @@ __device__ inline void fused_store(uint8_t* staging, const FusedJob& job, int2 p
         if (n + 8 < job.w.n) bias[1] = job.bias[n + 8];
     }
 #pragma unroll
-    for (int first = 0; first < Tokens; first += Sizes::kPiece) {
+    for (int first = 0; first < Tokens; first += kPiece) {
         meet(1 + group, 128);  // the piece before is out
 #pragma unroll
-        for (int m = 0; m < Sizes::kPiece; m += 8) {
+        for (int m = 0; m < kPiece; m += 8) {
             const float* d = acc + (first + m) / 2;
             // Lanes 0-7 name the tokens of the upper eight rows' matrix, 8-15 those of the lower one.
             const T* at = piece + (m + lane % 8) * Sizes::kPieceStride + 16 * sub + lane / 8 % 2 * 8;
@@ -148,19 +140,69 @@ __device__ inline void fused_store(uint8_t* staging, const FusedJob& job, int2 p
         }
         meet(1 + group, 128);
         if (job.gated) {
-            for (int i = threadIdx.x % 128; i < Sizes::kPiece * 4; i += 128) {
+            for (int i = threadIdx.x % 128; i < kPiece * 4; i += 128) {
                 const int m = i / 4, n = i % 4 * 8;
                 store_eight<T>(job, job.w.n / 2, m0 + first + m, n0 / 2 + n,
                                gated_eight(piece + m * Sizes::kPieceStride + 2 * n));
             }
             continue;
         }
-        for (int i = threadIdx.x % 128; i < Sizes::kPiece * 8; i += 128) {
+        for (int i = threadIdx.x % 128; i < kPiece * 8; i += 128) {
             const int m = i / 8, n = i % 8 * 8;
             store_eight<T>(job, job.w.n, m0 + first + m, n0 + n,
                            *reinterpret_cast<const uint4*>(piece + m * Sizes::kPieceStride + n));
         }
     }
+}
+
+// The same in fp32, straight from registers.
+template <int Tokens, class Sizes>
+__device__ inline void fused_store_floats(const FusedJob& job, int block, int m0,
+                                          const float (&acc)[Tokens / 2]) {
+    const int n0 = block * Sizes::kRows + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
+#pragma unroll
+    for (int i = 0; i < Tokens / 2; ++i) {
+        const int n = n0 + i / 2 % 2 * 8, m = m0 + i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
+        if (n < job.w.n && m < job.rows)
+            static_cast<float*>(job.y)[int64_t(m) * job.w.n + n] = acc[i] + (job.bias ? job.bias[n] : 0.f);
+    }
+}
+
+// Results of a thread block alone, in either type.
+template <class T, int Tokens, class Sizes>
+__device__ inline void fused_finish(uint8_t* staging, const FusedJob& job, int block, int m0,
+                                    const float (&acc)[Tokens / 2]) {
+    if (job.out_fp32) {
+        fused_store_floats<Tokens, Sizes>(job, block, m0, acc);
+    } else {
+        fused_store<T, Tokens, Sizes>(staging, job, block, m0, acc);
+    }
+}
+
+// A striped tile, of which other thread blocks may have parts. False when there is no more to do: who adds up
+// has come to the end of its share.
+template <class T, int Groups, int Tokens, class Sizes>
+__device__ inline bool fused_finish_striped(uint8_t* staging, const FusedJob& job, int tile, int2 place,
+                                            float (&acc)[Tokens / 2]) {
+    const FusedShare share(job, tile);
+    const int m0 = place.y * Tokens;
+    if (share.parts == 1) {
+        fused_finish<T, Tokens, Sizes>(staging, job, place.x, m0, acc);
+        return true;
+    }
+    const FusedExchange<Groups, Tokens> exchange(job, share, min(Tokens, job.rows - m0));
+    if (Tokens <= 16 || share.adders > 1 || share.me > 0) {  // few sums are not worth another way
+        exchange.send(acc);
+        if (share.me >= share.adders) return true;
+        constexpr int kTokens = 8 * exchange.kRun;
+        exchange.add_up([&](int m, const float (&sums)[kTokens / 2]) {
+            fused_finish<T, kTokens, Sizes>(staging, job, place.x, m0 + m, sums);
+        });
+    } else if constexpr (Tokens > 16) {
+        exchange.add_other(acc);
+        fused_finish<T, Tokens, Sizes>(staging, job, place.x, m0, acc);
+    }
+    return false;
 }
 
 // Every warp but the copying one leaves its sums where the ring was.
@@ -274,7 +316,8 @@ __device__ inline void fused_add_pushed(const float* pushed, const FusedJob& job
     });
 }
 
-template <class T, int Groups, int Tokens, int Blocks, bool Whole>
+// Striped: thread blocks take equal shares of all tiles' K, and others a part of it or all.
+template <class T, int Groups, int Tokens, int Blocks, bool Whole, bool Striped>
 __global__ void __launch_bounds__(FusedSizes<Groups, Tokens, Blocks, Whole>::kThreads, Blocks)
     fused_kernel(const __grid_constant__ FusedMaps maps, const FusedJob job) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -285,22 +328,15 @@ __global__ void __launch_bounds__(FusedSizes<Groups, Tokens, Blocks, Whole>::kTh
     uint8_t* base = dynamic + (1024 - shared_address(dynamic) % 1024) % 1024;
     const FusedRing<Groups, Sizes> ring{shared_address(base), shared_address(barriers),
                                         shared_address(barriers + Sizes::kStages)};
-    const FusedWork work(job, Sizes::kTiles);
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < Sizes::kStages; ++i) {
-            barrier_init(ring.full + 8 * i, 1);
-            barrier_init(ring.empty + 8 * i, Groups * 4);
-        }
-        barrier_init_fence();
-    }
-    __syncthreads();
+    FusedWork<Striped> work(job, Sizes::kTiles);
+    fused_begin(ring);
     launch_dependents();
-    if (Sizes::kPushes && !job.direct) cluster_arrive();  // who is running may be sent sums
+    if (!Striped && Sizes::kPushes && !job.direct) cluster_arrive();  // who is running may be sent sums
     if (threadIdx.x >= 128 * Groups) {
         if constexpr (Sizes::kHandsOn) registers_down<Sizes::kCopyRegisters>();
         if (threadIdx.x == 128 * Groups) fused_copies<Groups, Tokens, Whole>(ring, maps, job, work);
         __syncwarp();
-        if (job.direct) return;
+        if (Striped || job.direct) return;
         if (Sizes::kPushes) {
             cluster_wait();
         } else {
@@ -312,12 +348,18 @@ __global__ void __launch_bounds__(FusedSizes<Groups, Tokens, Blocks, Whole>::kTh
         using Products = std::conditional_t<Sizes::kByWarps, WarpProducts<T, Groups, Tokens, Whole, Sizes>,
                                             GroupProducts<T, Groups, Tokens, Whole, Sizes>>;
         Products products(ring, job);
-        for (int i = 0; i < work.count; ++i) {
-            const int2 place = FusedWork::place(job, work.first + i * work.step);
+        while (work.next()) {
+            const int2 place = fused_place(job, work.tile);
             float acc[Tokens / 2];
             products.run(work.begin, work.end, acc);
+            if constexpr (Striped) {
+                if (fused_finish_striped<T, Groups, Tokens, Sizes>(base + Sizes::kRing, job, work.tile, place,
+                                                                   acc))
+                    continue;
+                return;
+            }
             if (job.direct) {
-                fused_store<T, Tokens, Sizes>(base + Sizes::kRing, job, place, acc);
+                fused_store<T, Tokens, Sizes>(base + Sizes::kRing, job, place.x, place.y * Tokens, acc);
                 continue;
             }
             if constexpr (Sizes::kPushes) {

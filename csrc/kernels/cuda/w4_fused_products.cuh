@@ -14,7 +14,7 @@ template <int Groups, int Tokens, int Blocks, bool Whole>
 struct FusedSizes {
     static constexpr int kRows = 64 * Groups;
     // Where accumulators fill the registers, a whole warpgroup copies, to hand most of its own on.
-    static constexpr bool kHandsOn = Groups * Tokens >= 512;
+    static constexpr bool kHandsOn = Groups * Tokens >= 512 || (Groups == 4 && Tokens == 64);
     static constexpr int kThreads = 128 * Groups + (kHandsOn ? 128 : 32);
     static constexpr int kCopyRegisters = Groups == 2 ? 40 : 32, kProductRegisters = Groups == 2 ? 232 : 112;
 
@@ -63,23 +63,29 @@ struct FusedRing {
     }
 };
 
+// Keeps the compiler from computing an address anew, from the thread's number, wherever it is used.
+__device__ inline void keep(unsigned& address) {
+    asm volatile("" : "+r"(address));
+}
+
 // Where a multiplying warp finds its part of a stage.
 template <class T, int Groups, bool Whole, class Sizes>
 struct RingReader {
-    unsigned codes, params, full;
-    bool zeros, halves, releases;
+    unsigned codes, params, full, lane;
+    bool zeros, halves;
     int stage = 0;
     unsigned parity = 0;
 
     __device__ RingReader(const FusedRing<Groups, Sizes>& ring, const FusedJob& job) {
-        const int group = threadIdx.x / 128, sub = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+        const int group = threadIdx.x / 128, sub = threadIdx.x / 32 % 4;
+        lane = threadIdx.x % 32;
         const int stage_groups = Whole ? 1 : Sizes::kTiles * 64 / job.w.group;
         codes = ring.codes(0) + group * Sizes::kCodes + sub * 512 + lane * 16;
         params = ring.params(0) + group * stage_groups * 128 + sub * 32 + lane / 4 * 4;
         full = ring.full;
         zeros = job.w.zeros;
         halves = job.w.group == 32;
-        releases = lane == 0;
+        keep(codes), keep(params), keep(full), keep(lane);
     }
 
     // Waits for the stage; returns the address that names it when it is released.
@@ -99,7 +105,7 @@ struct RingReader {
     }
     // The copying thread may fill a stage again. `empty` barriers lie after the `full` ones.
     __device__ void release(unsigned named) const {
-        if (releases) barrier_arrive(named + 8 * Sizes::kStages);
+        if (lane == 0) barrier_arrive(named + 8 * Sizes::kStages);
     }
 };
 
@@ -181,6 +187,7 @@ class WarpProducts {
         // Lane 8q + r names row r of the q-th eight columns, which the copy engine's swizzle puts at q ^ r.
         const int row = threadIdx.x % 8, eight = threadIdx.x % 32 / 8;
         input_ = ring.input(0) + row * 128 + (eight ^ row) * 16;
+        keep(input_);
     }
 
     // acc [16, Tokens] of the warp = its rows of W times X, over tiles [begin, end) of K.
@@ -196,11 +203,12 @@ class WarpProducts {
             unsigned params = at_.first_params();
             unsigned scales = load_shared_4(params);
             ShiftedCodes<T> shifted(at_.read_zeros(params));
-            float part[Tokens / 2] = {};
-            const auto next_params = [&] {
-                add_scaled(part, scales, acc);
+            // Of one group of scales, tile by tile: two chains of products take half of one's time.
+            float parts[kTiles][Tokens / 2] = {};
+            const auto next_params = [&](int tile) {
+                add_scaled(parts[tile], scales, acc);
 #pragma unroll
-                for (float& v : part) v = 0.f;
+                for (float& v : parts[tile]) v = 0.f;
                 params += 128;
                 scales = load_shared_4(params);
                 shifted = ShiftedCodes<T>(at_.read_zeros(params));
@@ -209,10 +217,10 @@ class WarpProducts {
             for (int tile = 0; tile < kTiles; ++tile) {
                 const unsigned input = input_ + (at_.stage * kTiles + tile) * Sizes::kInput;
                 const unsigned words[4] = {codes[tile].x, codes[tile].y, codes[tile].z, codes[tile].w};
-                if (!Whole && tile > 0) next_params();
+                if (!Whole && tile > 0) next_params(tile - 1);
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
-                    if (!Whole && half > 0 && at_.halves) next_params();
+                    if (!Whole && half > 0 && at_.halves) next_params(tile);
                     unsigned a[2][4];
                     fragment(shifted, words[2 * half], a[0]);
                     fragment(shifted, words[2 * half + 1], a[1]);
@@ -220,7 +228,7 @@ class WarpProducts {
                     for (int m = 0; m < Tokens / 8; ++m) {
                         unsigned b[4];
                         load_matrices(b, (input + m * 1024) ^ (64 * half));
-                        float (&d)[4] = reinterpret_cast<float (&)[4]>(part[4 * m]);
+                        float (&d)[4] = reinterpret_cast<float (&)[4]>(parts[tile][4 * m]);
                         mma<T>(d, a[0], b[0], b[1]);
                         mma<T>(d, a[1], b[2], b[3]);
                     }
@@ -228,7 +236,11 @@ class WarpProducts {
             }
             __syncwarp();
             at_.release(named);
-            add_scaled(part, scales, acc);
+            if constexpr (Whole) {
+#pragma unroll
+                for (int i = 0; i < Tokens / 2; ++i) parts[kTiles - 1][i] += parts[0][i];
+            }
+            add_scaled(parts[kTiles - 1], scales, acc);
             at_.advance();
         }
     }

@@ -19,9 +19,17 @@ inline constexpr W4Kernel kW4Kernels[] = {
     {4, 64, 1}, {2, 128, 1}, {3, 128, 1}, {4, 128, 1}, {2, 256, 1},
 };
 
+// Whether there is a kernel of that size for equal shares of all tiles' K.
+constexpr bool w4_stripes(W4Kernel kernel) {
+    return kernel.tokens == 32 || kernel.tokens == 128 || kernel == W4Kernel{2, 16, 2};
+}
+
 struct W4Plan {
     W4Kernel kernel;
-    int splits;  // thread blocks that share K: 1 to 8
+    int splits;       // thread blocks of a cluster that share K: 1 to 8
+    int stripes = 0;  // instead: thread blocks of a multiprocessor, all of which share all tiles' K equally
+
+    bool operator==(const W4Plan&) const = default;
 };
 
 // For y [rows, N] = x [rows, K] w^T: as measured where the table has the shape, else by estimate. `overlap`:
