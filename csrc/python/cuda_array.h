@@ -24,10 +24,10 @@ inline void require(bool ok, const char* message) {
     if (!ok) throw std::invalid_argument(message);
 }
 
-// (warpgroups, tokens, blocks, splits, stripes) of a plan, as Python passes it.
-using PlanTuple = std::array<int, 5>;
+// (warpgroups, tokens, blocks, splits) of a plan, as Python passes it.
+using PlanTuple = std::array<int, 4>;
 inline cuda::W4Plan plan_of(const PlanTuple& p) {
-    return {{p[0], p[1], p[2]}, p[3], p[4]};
+    return {{p[0], p[1], p[2]}, p[3]};
 }
 
 class DeviceArray {

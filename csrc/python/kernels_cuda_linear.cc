@@ -69,7 +69,8 @@ Floats w4_linear(const Floats& x, const Bytes& codes, const Bits16& scales,
         run.w4_as_dense(linear, input.as<void>(), rows, y.as<void>(), out);
     } else if (way == "gated") {
         require(plan.has_value(), "the fused kernels need a plan");
-        run.w4_fused(linear, input.as<void>(), rows, y.as<void>(), out, plan_of(*plan), true);
+        cuda::w4_fused(type, out, linear.w4, input.as<void>(), linear.bias, y.as<void>(), rows,
+                       plan_of(*plan), 132, false, nullptr, true);
     } else if (way == "fused") {
         require(plan && cuda::w4_fused_fits(type, linear.w4, input.as<void>()),
                 "the fused kernels do not fit here, or there is no plan");

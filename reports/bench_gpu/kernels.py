@@ -51,7 +51,7 @@ def check_linear(dtype: str) -> float:
 
 
 def linears(dtype: str, repeats: int, overlap: bool = False) -> list[dict[str, Any]]:
-    """Microseconds of 4-bit group-128 linears [{"N", "K", "M", "us", "floor_us"}].
+    """Microseconds of 4-bit group-128 linears [{"N", "K", "M", "us", "floor_us", "plan"}].
 
     `overlap`: by programmatic dependent launch, a kernel's weights begin to arrive while the one before ends.
     """
@@ -62,7 +62,9 @@ def linears(dtype: str, repeats: int, overlap: bool = False) -> list[dict[str, A
             us = _core.kernels_cuda.bench_linear(n, k, m, 128, dtype, overlap=overlap, repeats=repeats)
             moved = n * k / 2 + n * k / 64 + 2 * m * (n + k)
             floor = max(moved / BANDWIDTH, 2.0 * m * n * k / FLOPS) * 1e6
-            rows.append({"N": n, "K": k, "M": m, "us": round(us, 2), "floor_us": round(floor, 2)})
+            plan = _core.kernels_cuda.w4_plan(n, k, m, overlap)
+            entry = {"N": n, "K": k, "M": m, "us": round(us, 2), "floor_us": round(floor, 2), "plan": plan}
+            rows.append(entry)
     return rows
 
 

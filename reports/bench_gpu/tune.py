@@ -18,6 +18,7 @@ TABLE = Path("csrc/kernels/cuda/w4_plans_sm90a.inc")
 # {n, k, rows, overlap, {{warpgroups, tokens, blocks}, splits}},  // microseconds
 ENTRY = re.compile(r"\{(\d+), (\d+), (\d+), (true|false), \{\{\d+, \d+, \d+\}, \d+\}\}")
 MOST_SPLITS = 8
+HALVED = 7  # warpgroups of which two thread blocks have the rows (w4_plan.h); their K is not split
 MOST_OVERLAPPING = 1024  # rows; above, launches do not overlap
 
 Key = tuple[bool, int, int, int]  # overlap, n, k, rows
@@ -29,6 +30,9 @@ def candidates(n: int, k: int, rows: int, multiprocessors: int) -> list[Plan]:
     plans = []
     for warpgroups, tokens, blocks in _core.kernels_cuda.w4_kernels():
         if tokens >= 2 * max(rows, 8) or (tokens < min(rows, 64)) or (tokens == 64 and rows > 512):
+            continue
+        if warpgroups == HALVED:
+            plans.append((warpgroups, tokens, blocks, 1))
             continue
         tiles = -(-n // (64 * warpgroups)) * -(-rows // tokens)
         most = min(MOST_SPLITS, -(-k // 128), max(1, multiprocessors * blocks // tiles))

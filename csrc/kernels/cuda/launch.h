@@ -278,13 +278,10 @@ bool w4_fused_fits(DType type, bool bf16_params, int k, int group, int groups);
 bool w4_fused_fits(DType type, const W4View& w, const void* x);
 // y [rows, N] = x [rows, K] w^T + bias, weights rounded to T. `overlap`: weights may arrive before the kernel
 // launched before this one is done (programmatic dependent launch). Throws std::invalid_argument for a plan
-// that has no kernel. `exchange`: w4_exchange_bytes, all bits set before and after, for one launch at a time;
-// null where no plan has stripes. `gated`: y [rows, N/2] = silu(gate) * up, whose columns the product interleaves by
+// that has no kernel. `gated`: y [rows, N/2] = silu(gate) * up, whose columns the product interleaves by
 // eights.
 void w4_fused(DType type, DType out, const W4View& w, const void* x, const float* bias, void* y, int rows,
-              const W4Plan& plan, void* exchange, int multiprocessors, bool overlap, cudaStream_t stream,
-              bool gated = false);
-size_t w4_exchange_bytes(int multiprocessors);
+              const W4Plan& plan, int multiprocessors, bool overlap, cudaStream_t stream, bool gated = false);
 
 // Writes to memory that nobody has: every call on the device's context fails from then on. For tests.
 void illegal_access(cudaStream_t stream);

@@ -46,10 +46,6 @@ LinearRunner::LinearRunner(DType type, size_t largest_unfused, cudaStream_t stre
           "counting multiprocessors");
     workspace_ = {};
     workspace_.multiprocessors = multiprocessors;
-    if (type != DType::F32 && w4_fused_runs()) {
-        exchange_ = DeviceMemory(w4_exchange_bytes(multiprocessors), "the sums of split linears", kAdvice);
-        check(cudaMemsetAsync(exchange_.as(), 0xff, exchange_.bytes(), stream), "clearing sums");
-    }
     if (!largest_unfused) return;
     partial_ = DeviceMemory(kPartialFloats * 4, "the partial sums", kAdvice);
     counters_ = DeviceMemory(kCounters * 4, "the counters", kAdvice);
@@ -74,14 +70,15 @@ void LinearRunner::operator()(const DeviceLinear& w, const void* x, int rows, vo
 bool LinearRunner::silu_gated(const DeviceLinear& w, const void* x, int rows, void* y) {
     if (w.dense || rows < kFewestGated || !w4_fused_fits(type_, w.w4, x) || w.n % 16) return false;
     const W4Plan plan = choose_w4_plan(w.n, w.k, rows, workspace_.multiprocessors, overlaps(rows));
-    w4_fused(w, x, rows, y, type_, plan, true);
+    cuda::w4_fused(type_, type_, w.w4, x, w.bias, y, rows, plan, workspace_.multiprocessors, overlaps(rows),
+                   stream_, true);
     return true;
 }
 
 void LinearRunner::w4_fused(const DeviceLinear& w, const void* x, int rows, void* y, DType out,
-                            const W4Plan& plan, bool gated) {
-    cuda::w4_fused(type_, out, w.w4, x, w.bias, y, rows, plan, exchange_.as(), workspace_.multiprocessors,
-                   overlaps(rows), stream_, gated);
+                            const W4Plan& plan) {
+    cuda::w4_fused(type_, out, w.w4, x, w.bias, y, rows, plan, workspace_.multiprocessors, overlaps(rows),
+                   stream_);
 }
 
 void LinearRunner::w4_in_place(const DeviceLinear& w, const void* x, int rows, void* y, DType out) {

@@ -39,20 +39,17 @@ class LinearRunner {
     void set_overlap(bool overlap) { overlap_ = overlap; }
 
     // The ways for a w4 weight, which operator() chooses from: the fused kernels where they fit.
-    void w4_fused(const DeviceLinear& w, const void* x, int rows, void* y, DType out, const W4Plan& plan,
-                  bool gated = false);
+    void w4_fused(const DeviceLinear& w, const void* x, int rows, void* y, DType out, const W4Plan& plan);
     void w4_in_place(const DeviceLinear& w, const void* x, int rows, void* y, DType out);
     void w4_as_dense(const DeviceLinear& w, const void* x, int rows, void* y, DType out);
 
   private:
-    // Of many rows, overlapping kernels were measured to be slower.
-    bool overlaps(int rows) const { return overlap_ && rows <= 1024; }
+    bool overlaps(int rows) const { return w4_overlaps(rows, overlap_); }
     void dense(const void* matrix, const DeviceLinear& w, const void* x, int rows, void* y, DType out);
 
     DType type_;
     cudaStream_t stream_;
     Gemm gemm_;
-    DeviceMemory exchange_;  // of the fused kernels
     DeviceMemory partial_, counters_, dense_;
     W4Workspace workspace_;
     bool overlap_ = false;

@@ -3,15 +3,14 @@
 // in shared memory. One thread keeps a ring of K tiles filled by the copy engine; each of the other
 // warpgroups dequantizes and multiplies its own 64 rows: w4_fused_products.cuh.
 //
-// When tiles are too few to fill the GPU, or do not fill it evenly, K is split: over the blocks of a cluster,
-// which add their results in order through each other's shared memory, or by equal shares of all tiles' K,
-// added through memory (w4_fused_exchange.cuh). The same bits every time, either way.
+// When tiles are too few to fill the GPU, K is split over the blocks of a cluster, which add their results in
+// order through each other's shared memory: no workspace, and the same bits every time.
 #pragma once
 
 #include <type_traits>
 
 #include "kernels/cuda/gate.cuh"
-#include "kernels/cuda/w4_fused_exchange.cuh"
+#include "kernels/cuda/w4_fused_products.cuh"
 #include "kernels/cuda/w4_fused_work.cuh"
 
 namespace turbomill::cuda {
@@ -61,23 +60,31 @@ struct FusedCopier {
     }
 };
 
+// A block's first 64 rows of N. Halved: of two neighbours, the first one's last are the second one's first.
+template <int Groups, bool Halved>
+__device__ inline int fused_first_rows(int block) {
+    return Halved ? block * (2 * Groups - 1) + blockIdx.x % 2 * (Groups - 1) : block * Groups;
+}
+
 // The copying thread.
-template <int Groups, int Tokens, bool Whole, bool Striped, class Sizes>
+template <int Groups, int Tokens, bool Whole, bool Halved, class Sizes>
 __device__ inline void fused_copies(const FusedRing<Groups, Sizes>& ring, const FusedMaps& maps,
-                                    const FusedJob& job, const FusedWork<Striped>& work) {
+                                    const FusedJob& job, const FusedWork& work) {
     const FusedCopier<Groups, Whole, Sizes> copy(ring, maps, job.w);
-    FusedStages<Whole, Striped, Sizes> at(work, job), input(at);
+    FusedStages<Whole, Sizes> at(work, job), input(at);
     int stage = 0;
-    const auto copy_weights = [&] { copy.weights(at.k, at.group, at.place.x * Groups, stage); };
+    const auto copy_weights = [&] {
+        copy.weights(at.k, at.group, fused_first_rows<Groups, Halved>(at.place().x), stage);
+    };
     // Weights do not depend on the kernels before this one.
     for (; stage < Sizes::kStages && at.more; at.next(), ++stage) copy_weights();
     wait_dependences();
-    for (int to = 0; to < stage; input.next(), ++to) copy.input(input.k, input.place.y * Tokens, to);
+    for (int to = 0; to < stage; input.next(), ++to) copy.input(input.k, input.place().y * Tokens, to);
     stage = 0;
     for (unsigned parity = 0; at.more; at.next()) {
         barrier_wait(ring.empty + 8 * stage, parity);
         copy_weights();
-        copy.input(at.k, at.place.y * Tokens, stage);
+        copy.input(at.k, at.place().y * Tokens, stage);
         if (++stage == Sizes::kStages) stage = 0, parity ^= 1;
     }
 }
@@ -110,14 +117,13 @@ __device__ inline uint4 gated_eight(const T* pair) {
 }
 
 // A warpgroup's results of `Tokens` tokens to y in T, by way of shared memory, where they are turned from
-// columns to rows: of block `block` of N, from token m0 on.
+// columns to rows. From row n0 and token m0 on.
 template <class T, int Tokens, class Sizes>
-__device__ inline void fused_store(uint8_t* staging, const FusedJob& job, int block, int m0,
+__device__ inline void fused_store(uint8_t* staging, const FusedJob& job, int n0, int m0,
                                    const float (&acc)[Tokens / 2]) {
     constexpr int kPiece = Tokens < Sizes::kPiece ? Tokens : Sizes::kPiece;
     const int group = threadIdx.x / 128, sub = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     T* piece = reinterpret_cast<T*>(staging) + group * Sizes::kPiece * Sizes::kPieceStride;
-    const int n0 = block * Sizes::kRows + group * 64;
     float bias[2] = {};
     if (job.bias) {
         const int n = n0 + 16 * sub + lane / 4;
@@ -153,56 +159,6 @@ __device__ inline void fused_store(uint8_t* staging, const FusedJob& job, int bl
                            *reinterpret_cast<const uint4*>(piece + m * Sizes::kPieceStride + n));
         }
     }
-}
-
-// The same in fp32, straight from registers.
-template <int Tokens, class Sizes>
-__device__ inline void fused_store_floats(const FusedJob& job, int block, int m0,
-                                          const float (&acc)[Tokens / 2]) {
-    const int n0 = block * Sizes::kRows + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
-#pragma unroll
-    for (int i = 0; i < Tokens / 2; ++i) {
-        const int n = n0 + i / 2 % 2 * 8, m = m0 + i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
-        if (n < job.w.n && m < job.rows)
-            static_cast<float*>(job.y)[int64_t(m) * job.w.n + n] = acc[i] + (job.bias ? job.bias[n] : 0.f);
-    }
-}
-
-// Results of a thread block alone, in either type.
-template <class T, int Tokens, class Sizes>
-__device__ inline void fused_finish(uint8_t* staging, const FusedJob& job, int block, int m0,
-                                    const float (&acc)[Tokens / 2]) {
-    if (job.out_fp32) {
-        fused_store_floats<Tokens, Sizes>(job, block, m0, acc);
-    } else {
-        fused_store<T, Tokens, Sizes>(staging, job, block, m0, acc);
-    }
-}
-
-// A striped tile, of which other thread blocks may have parts. False when there is no more to do: who adds up
-// has come to the end of its share.
-template <class T, int Groups, int Tokens, class Sizes>
-__device__ inline bool fused_finish_striped(uint8_t* staging, const FusedJob& job, int tile, int2 place,
-                                            float (&acc)[Tokens / 2]) {
-    const FusedShare share(job, tile);
-    const int m0 = place.y * Tokens;
-    if (share.parts == 1) {
-        fused_finish<T, Tokens, Sizes>(staging, job, place.x, m0, acc);
-        return true;
-    }
-    const FusedExchange<Groups, Tokens> exchange(job, share, min(Tokens, job.rows - m0));
-    if (Tokens <= 16 || share.adders > 1 || share.me > 0) {  // few sums are not worth another way
-        exchange.send(acc);
-        if (share.me >= share.adders) return true;
-        constexpr int kTokens = 8 * exchange.kRun;
-        exchange.add_up([&](int m, const float (&sums)[kTokens / 2]) {
-            fused_finish<T, kTokens, Sizes>(staging, job, place.x, m0 + m, sums);
-        });
-    } else if constexpr (Tokens > 16) {
-        exchange.add_other(acc);
-        fused_finish<T, Tokens, Sizes>(staging, job, place.x, m0, acc);
-    }
-    return false;
 }
 
 // Every warp but the copying one leaves its sums where the ring was.
@@ -316,8 +272,9 @@ __device__ inline void fused_add_pushed(const float* pushed, const FusedJob& job
     });
 }
 
-// Striped: thread blocks take equal shares of all tiles' K, and others a part of it or all.
-template <class T, int Groups, int Tokens, int Blocks, bool Whole, bool Striped>
+// Halved: two thread blocks have 2 Groups - 1 times 64 rows of N; those in the middle both, for half of the
+// tokens each. For the numbers of rows that would leave many multiprocessors idle.
+template <class T, int Groups, int Tokens, int Blocks, bool Whole, bool Halved>
 __global__ void __launch_bounds__(FusedSizes<Groups, Tokens, Blocks, Whole>::kThreads, Blocks)
     fused_kernel(const __grid_constant__ FusedMaps maps, const FusedJob job) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -328,15 +285,15 @@ __global__ void __launch_bounds__(FusedSizes<Groups, Tokens, Blocks, Whole>::kTh
     uint8_t* base = dynamic + (1024 - shared_address(dynamic) % 1024) % 1024;
     const FusedRing<Groups, Sizes> ring{shared_address(base), shared_address(barriers),
                                         shared_address(barriers + Sizes::kStages)};
-    FusedWork<Striped> work(job, Sizes::kTiles);
+    FusedWork work(job, Sizes::kTiles, Halved);
     fused_begin(ring);
     launch_dependents();
-    if (!Striped && Sizes::kPushes && !job.direct) cluster_arrive();  // who is running may be sent sums
+    if (Sizes::kPushes && !job.direct) cluster_arrive();  // who is running may be sent sums
     if (threadIdx.x >= 128 * Groups) {
         if constexpr (Sizes::kHandsOn) registers_down<Sizes::kCopyRegisters>();
-        if (threadIdx.x == 128 * Groups) fused_copies<Groups, Tokens, Whole>(ring, maps, job, work);
+        if (threadIdx.x == 128 * Groups) fused_copies<Groups, Tokens, Whole, Halved>(ring, maps, job, work);
         __syncwarp();
-        if (Striped || job.direct) return;
+        if (job.direct) return;
         if (Sizes::kPushes) {
             cluster_wait();
         } else {
@@ -347,21 +304,31 @@ __global__ void __launch_bounds__(FusedSizes<Groups, Tokens, Blocks, Whole>::kTh
         if constexpr (Sizes::kHandsOn) registers_up<Sizes::kProductRegisters>();
         using Products = std::conditional_t<Sizes::kByWarps, WarpProducts<T, Groups, Tokens, Whole, Sizes>,
                                             GroupProducts<T, Groups, Tokens, Whole, Sizes>>;
-        Products products(ring, job);
-        while (work.next()) {
-            const int2 place = fused_place(job, work.tile);
-            float acc[Tokens / 2];
-            products.run(work.begin, work.end, acc);
-            if constexpr (Striped) {
-                if (fused_finish_striped<T, Groups, Tokens, Sizes>(base + Sizes::kRing, job, work.tile, place,
-                                                                   acc))
-                    continue;
+        RingReader<T, Groups, Whole, Sizes> at(ring, job);
+        const int group = threadIdx.x / 128;
+        const auto first_row = [&] { return 64 * (fused_first_rows<Groups, Halved>(work.place.x) + group); };
+        if constexpr (Halved) {
+            const int half = blockIdx.x % 2;
+            if (group == (half ? 0 : Groups - 1)) {
+                const GroupProducts<T, Groups, Tokens / 2, Whole, Sizes> products(ring, half * Tokens / 2);
+                while (work.next(job)) {
+                    float acc[Tokens / 4];
+                    products.run(at, work.begin, work.end, acc);
+                    fused_store<T, Tokens / 2, Sizes>(base + Sizes::kRing, job, first_row(),
+                                                      work.place.y * Tokens + half * Tokens / 2, acc);
+                }
                 return;
             }
-            if (job.direct) {
-                fused_store<T, Tokens, Sizes>(base + Sizes::kRing, job, place.x, place.y * Tokens, acc);
+        }
+        const Products products(ring);
+        while (work.next(job)) {
+            float acc[Tokens / 2];
+            products.run(at, work.begin, work.end, acc);
+            if (Halved || job.direct) {
+                fused_store<T, Tokens, Sizes>(base + Sizes::kRing, job, first_row(), work.place.y * Tokens, acc);
                 continue;
             }
+            const int2 place = work.place;
             if constexpr (Sizes::kPushes) {
                 const float* pushed = reinterpret_cast<const float*>(base + Sizes::kRing);
                 cluster_wait();

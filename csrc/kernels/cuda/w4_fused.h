@@ -9,8 +9,7 @@
 namespace turbomill::cuda {
 
 // A product as the kernels see it: blocks of 64 * warpgroups rows of N by tiles of tokens, each block and
-// tile by one thread block, or, when K is split, by one cluster of `splits` thread blocks, or by as many as
-// have a share of it.
+// tile by one thread block, or, when K is split, by one cluster of `splits` thread blocks.
 struct FusedJob {
     W4View w;
     const float* bias;  // [N] or null
@@ -20,10 +19,7 @@ struct FusedJob {
     int rows;
     int n_blocks, m_tiles;
     int splits;
-    bool direct;       // 16-bit results, no sums to exchange: a thread block takes several tiles in turn
-    int stages;        // of the ring, that the K of a tile takes
-    int share;         // striped: of all tiles' stages, those of a thread block; else 0
-    float4* exchange;  // striped: w4_exchange_bytes of kNotHere
+    bool direct;  // 16-bit results, no sums to exchange: a thread block takes several tiles in turn
 };
 
 // What the copy engine knows of the operands. A stage of a kernel's ring takes one box of codes, scales and

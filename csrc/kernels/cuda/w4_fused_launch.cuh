@@ -11,11 +11,11 @@
 
 namespace turbomill::cuda {
 
-template <class T, int Groups, int Tokens, int Blocks, bool Whole, bool Striped>
+template <class T, int Groups, int Tokens, int Blocks, bool Whole, bool Halved>
 void launch_fused_kernel(const FusedMaps& maps, const FusedJob& job, int multiprocessors, bool overlap,
                          cudaStream_t stream) {
     using Sizes = FusedSizes<Groups, Tokens, Blocks, Whole>;
-    const auto kernel = fused_kernel<T, Groups, Tokens, Blocks, Whole, Striped>;
+    const auto kernel = fused_kernel<T, Groups, Tokens, Blocks, Whole, Halved>;
     static std::atomic<uint64_t> prepared{0};  // devices, by number
     int device = 0;
     check(cudaGetDevice(&device), "cudaGetDevice");
@@ -26,48 +26,34 @@ void launch_fused_kernel(const FusedMaps& maps, const FusedJob& job, int multipr
     }
     const int tiles = job.n_blocks * job.m_tiles;
     cudaLaunchConfig_t config{};
-    config.gridDim = Striped      ? blocks_for(tiles * job.stages, job.share)
-                     : job.direct ? std::min(tiles, multiprocessors * Blocks)
-                                  : tiles * job.splits;
+    const int team = Halved ? 2 : job.splits;  // thread blocks of a tile
+    config.gridDim = (job.direct ? std::min(tiles, multiprocessors * Blocks / team) : tiles) * team;
     config.blockDim = Sizes::kThreads;
     config.dynamicSmemBytes = Sizes::kShared;
     config.stream = stream;
     cudaLaunchAttribute attributes[2];
-    if (!Striped && !job.direct) {
-        cudaLaunchAttribute& cluster = attributes[config.numAttrs++];
-        cluster.id = cudaLaunchAttributeClusterDimension;
-        cluster.val.clusterDim.x = unsigned(job.splits);
-        cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
-    }
-    if (overlap) {
-        cudaLaunchAttribute& early = attributes[config.numAttrs++];
-        early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-        early.val.programmaticStreamSerializationAllowed = 1;
-    }
+    attributes[0].id = cudaLaunchAttributeClusterDimension;
+    attributes[0].val.clusterDim.x = unsigned(job.splits);
+    attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
+    attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[1].val.programmaticStreamSerializationAllowed = 1;
     config.attrs = attributes;
+    config.numAttrs = overlap ? 2 : 1;
     check(cudaLaunchKernelEx(&config, kernel, maps, job), "launching w4_fused");
 }
 
 template <class T>
 bool launch_fused(const W4Plan& plan, bool whole, const FusedMaps& maps, const FusedJob& job,
                   int multiprocessors, bool overlap, cudaStream_t stream) {
-    const auto launch_if = [&]<size_t I, bool Whole, bool Striped>() {
+    const auto launch_if = [&]<size_t I, bool Whole>() {
         constexpr W4Kernel kKernel = kW4Kernels[I];
-        if constexpr (!Striped || w4_stripes(kKernel)) {
-            if (!(plan.kernel == kKernel) || whole != Whole || bool(plan.stripes) != Striped) return false;
-            launch_fused_kernel<T, kKernel.warpgroups, kKernel.tokens, kKernel.blocks, Whole, Striped>(
-                maps, job, multiprocessors, overlap, stream);
-            return true;
-        }
-        return false;
-    };
-    const auto launch_either = [&]<size_t I, bool Striped>() {
-        return launch_if.template operator()<I, true, Striped>() ||
-               launch_if.template operator()<I, false, Striped>();
+        if (!(plan.kernel == kKernel) || whole != Whole) return false;
+        launch_fused_kernel<T, kKernel.block_groups(), kKernel.tokens, kKernel.blocks, Whole,
+                            kKernel.halved()>(maps, job, multiprocessors, overlap, stream);
+        return true;
     };
     return [&]<size_t... I>(std::index_sequence<I...>) {
-        return ((launch_either.template operator()<I, true>() ||
-                 launch_either.template operator()<I, false>()) ||
+        return ((launch_if.template operator()<I, true>() || launch_if.template operator()<I, false>()) ||
                 ...);
     }(std::make_index_sequence<std::size(kW4Kernels)>());
 }

@@ -59,15 +59,17 @@ __global__ void __launch_bounds__(FusedSizes<Groups, Tokens, Blocks, Whole>::kTh
         if constexpr (Sizes::kHandsOn) registers_up<Sizes::kProductRegisters>();
         using Products = std::conditional_t<Sizes::kByWarps, WarpProducts<T, Groups, Tokens, Whole, Sizes>,
                                             GroupProducts<T, Groups, Tokens, Whole, Sizes>>;
-        Products products(ring, job.fused);
+        RingReader<T, Groups, Whole, Sizes> at(ring, job.fused);
+        const Products products(ring);
         const int columns = job.fused.gated ? job.fused.w.n / 2 : job.fused.w.n;
         for (GroupedWork<Tokens> work(job); work.next();) {
             float acc[Tokens / 2];
-            products.run(0, job.fused.w.k_tiles, acc);
+            products.run(at, 0, job.fused.w.k_tiles, acc);
             FusedJob expert = job.fused;
             expert.y = static_cast<T*>(expert.y) + int64_t(work.first_row) * columns;
             expert.rows = work.rows;
-            fused_store<T, Tokens, Sizes>(base + Sizes::kRing, expert, work.place.x, work.place.y * Tokens, acc);
+            fused_store<T, Tokens, Sizes>(base + Sizes::kRing, expert, 64 * (work.place.x * Groups + int(threadIdx.x / 128)),
+                                          work.place.y * Tokens, acc);
         }
     }
 #endif
