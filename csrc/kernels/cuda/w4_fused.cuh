@@ -39,8 +39,8 @@ struct FusedCopier {
     __device__ FusedCopier(const FusedRing<Groups, Sizes>& ring, const FusedMaps& maps, const W4View& w)
         : ring(ring), maps(maps), w(w) {
         const int stage_groups = fused_stage_groups<Whole, Sizes>(w);
-        announced = Sizes::kTiles * Sizes::kInput +
-                    Groups * (Sizes::kCodes + (w.zeros ? 2 : 1) * stage_groups * 128);
+        announced =
+            Sizes::kTiles * Sizes::kInput + Groups * (Sizes::kCodes + (w.zeros ? 2 : 1) * stage_groups * 128);
         prefetch_map(maps.codes);
         prefetch_map(maps.scales);
         prefetch_map(maps.x);
@@ -325,7 +325,8 @@ __global__ void __launch_bounds__(FusedSizes<Groups, Tokens, Blocks, Whole>::kTh
             float acc[Tokens / 2];
             products.run(at, work.begin, work.end, acc);
             if (Halved || job.direct) {
-                fused_store<T, Tokens, Sizes>(base + Sizes::kRing, job, first_row(), work.place.y * Tokens, acc);
+                fused_store<T, Tokens, Sizes>(base + Sizes::kRing, job, first_row(), work.place.y * Tokens,
+                                              acc);
                 continue;
             }
             const int2 place = work.place;

@@ -130,7 +130,9 @@ class GroupProducts {
 #pragma unroll
             for (int tile = 0; tile < kTiles; ++tile) codes[tile] = at.read_codes(tile);
             unsigned params = at.first_params();
-            const auto read_params = [&] { return ScaledCodes<T>(load_shared_4(params), at.read_zeros(params)); };
+            const auto read_params = [&] {
+                return ScaledCodes<T>(load_shared_4(params), at.read_zeros(params));
+            };
             ScaledCodes<T> scaled = read_params();
             const auto next_params = [&] { params += 128, scaled = read_params(); };
             if constexpr (kTiles == 1) {

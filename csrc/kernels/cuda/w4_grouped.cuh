@@ -68,7 +68,8 @@ __global__ void __launch_bounds__(FusedSizes<Groups, Tokens, Blocks, Whole>::kTh
             FusedJob expert = job.fused;
             expert.y = static_cast<T*>(expert.y) + int64_t(work.first_row) * columns;
             expert.rows = work.rows;
-            fused_store<T, Tokens, Sizes>(base + Sizes::kRing, expert, 64 * (work.place.x * Groups + int(threadIdx.x / 128)),
+            fused_store<T, Tokens, Sizes>(base + Sizes::kRing, expert,
+                                          64 * (work.place.x * Groups + int(threadIdx.x / 128)),
                                           work.place.y * Tokens, acc);
         }
     }
