@@ -164,6 +164,7 @@ class GroupProducts {
             at.advance();
         }
         products_wait<0>();
+        products_land(acc);
         at.release(done);
     }
 
