@@ -77,7 +77,7 @@ def check_bytes(dtype: str) -> float:
 
 
 def linears(dtype: str, repeats: int, overlap: bool = False, bits: int = 4) -> list[dict[str, Any]]:
-    """Microseconds of group-128 linears of 4 or 8 bits [{"N", "K", "M", "us", "floor_us"}]; "plan" for 4 bits.
+    """Microseconds of group-128 linears of 4 or 8 bits [{"N", "K", "M", "us", "floor_us"}]; of 4 bits "plan".
 
     `overlap`: by programmatic dependent launch, a kernel's weights begin to arrive while the one before ends.
     """
