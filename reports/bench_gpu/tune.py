@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import itertools
 import re
 from pathlib import Path
 
@@ -76,13 +75,12 @@ def main() -> None:
     check_linear(arguments.dtype)
     entries = read_table(arguments.table)
     multiprocessors = _core.kernels_cuda.multiprocessors()
+    sizes = [tuple(map(int, shape.split("x"))) for shape in arguments.shapes.split(",")]
     # Few rows first: what many rows do to the GPU's clock slows what comes after them.
-    for rows, shape, overlap in itertools.product(
-        sorted(map(int, arguments.rows.split(","))), arguments.shapes.split(","), (False, True)
-    ):
+    every_rows = sorted(map(int, arguments.rows.split(",")))
+    for rows, (n, k), overlap in ((m, size, o) for m in every_rows for size in sizes for o in (False, True)):
         if overlap and rows > MOST_OVERLAPPING:
             continue
-        n, k = map(int, shape.split("x"))
         plans = candidates(n, k, rows, multiprocessors)
         times = _core.kernels_cuda.bench_w4_plans(
             n, k, rows, arguments.group, arguments.dtype, plans, overlap, arguments.repeats
