@@ -36,8 +36,8 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 class PytorchEngine(EngineFront):
     """Runs MODEL on transformers' code. Implements AsyncEngine.
 
-    MODEL is whatever turbomill.convert reads, which is dequantized, or a dense checkpoint of any causal language
-    model that transformers knows.
+    MODEL is whatever turbomill.convert reads, which is dequantized, or a dense checkpoint of any causal
+    language model that transformers knows.
     """
 
     def __init__(
