@@ -17,8 +17,9 @@ from turbomill.engine.front import EngineFront, session_length
 from turbomill.engine.pytorch.attention import IMPLEMENTATION
 from turbomill.engine.pytorch.core import Settings, TorchCore
 from turbomill.engine.pytorch.load import Source, open_source
-from turbomill.engine.pytorch.probe import freeze_longrope, probe, set_attention
+from turbomill.engine.pytorch.probe import Probe, probe, set_attention
 from turbomill.engine.pytorch.records import Request
+from turbomill.engine.pytorch.rope import freeze_longrope
 from turbomill.engine.pytorch.runner import OwnCacheRunner, PagedRunner, Runner
 from turbomill.engine.requests import EngineError, EngineInfo
 from turbomill.errors import UnsupportedModelError, UsageError
@@ -51,64 +52,45 @@ class PytorchEngine(EngineFront):
         check_options(self.config)
         self.source = open_source(model)
         device, chosen = resolve_device(self.config.device)
-        if self.source.context_length is None and self.config.session_len is None:
-            raise UsageError(f"{self.source.path}: config.json has no context length: give --session-len")
-        context = self.source.context_length or self.config.session_len or 0
-        session_len = session_length(self.config.session_len, context)
+        session_len = self._choose_session_len()
         # CPUs are slow at 16 bits, and the native engine computes in fp32 there too.
         self._dtype = torch.float32 if device.type == "cpu" else self.source.dtype
         logger.info("device %s: %s", device, chosen)
         with cpu_threads(self.config.num_threads):
             network = self.source.load(self._dtype, device)
             found = probe(network)
-        if found.layers is None and self.config.strict:
+        paged = found.layers is not None
+        if not paged and self.config.strict:
             raise UnsupportedModelError(
-                f"{self.source.path}: --strict: {found.reason}, so only {OwnCacheRunner.name} would do"
+                f"{self.source.path}: {found.reason}, so only {OwnCacheRunner.name} would do: "
+                "leave out --strict"
             )
         freeze_longrope(network, session_len)
-        cache_dtype = self._cache_dtype()
-        block_len = self.config.cache_block_seq_len
-        if found.layers is not None:
-            token_bytes = found.layers.token_elements * cache_dtype.itemsize
-        else:
-            token_bytes, cache_dtype = max(1, found.own_token_bytes), self._dtype
-        free = free_memory() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
-        blocks = cache_block_count(self.config, session_len, token_bytes * block_len, free, quantizable=False)
-        runner: Runner
-        if found.layers is not None:
-            runner = PagedRunner(network, found.layers, blocks, block_len, cache_dtype)
-        else:
-            runner = OwnCacheRunner(network)
-        kept = str(cache_dtype).removeprefix("torch.")
-        if found.layers is None:
+        runner, blocks = self._make_runner(network, found, session_len)
+        kept = _name(self._cache_dtype if paged else self._dtype)
+        if not paged:
             kept = f"{kept}, {runner.name}: {found.reason}"
-            logger.warning(
-                "%s: no batching and no prefix cache, because %s", OwnCacheRunner.name, found.reason
-            )
+            logger.warning("%s, without a prefix cache: %s", runner.name, found.reason)
         self.info = EngineInfo("pytorch", str(device), reason, kept)
-        self._prepare = partial(
-            _prepared,
-            dtype=self._dtype,
-            device=device,
-            paged=found.layers is not None,
-            session_len=session_len,
-        )
         super().__init__(
             self.source.tokenizer(),
             vocab_size=found.vocab_size,
             eos_token_ids=self.source.checkpoint.eos_token_ids,
-            context_length=context,
+            context_length=self.source.context_length or session_len,
             session_len=session_len,
             make_request=Request,
         )
         settings = Settings(
             vocab_size=found.vocab_size,
             blocks=blocks,
-            block_len=block_len,
-            prefix_caching=self.config.enable_prefix_caching and found.layers is not None,
+            block_len=self.config.cache_block_seq_len,
+            prefix_caching=self.config.enable_prefix_caching and paged,
             max_batch_size=self.config.max_batch_size,
             max_prefill_token_num=self.config.max_prefill_token_num,
             num_threads=self.config.num_threads,
+        )
+        self._prepare = partial(
+            _prepared, dtype=self._dtype, device=device, paged=paged, session_len=session_len
         )
         try:
             core = TorchCore(runner, settings, partial(self._prepare, self.source), self._bridge.on_outputs)
@@ -116,20 +98,35 @@ class PytorchEngine(EngineFront):
             raise EngineError(f"the pytorch engine cannot start: {error}") from error
         self._attach(core)
         logger.info(
-            "engine pytorch on %s (%s): %s, %s, weights %s in %s, session %d, "
+            "engine pytorch on %s (%s): %s in %s, weights %s, session %d, "
             "KV cache %d blocks of %d tokens (%s)",
-            device,
-            reason,
-            self.source.architecture,
-            runner.name,
+            *(device, reason, self.source.architecture, _name(self._dtype)),
             show_bytes(sum(p.numel() * p.element_size() for p in network.parameters())),
-            str(self._dtype).removeprefix("torch."),
-            session_len,
-            blocks,
-            block_len,
-            f"{str(cache_dtype).removeprefix('torch.')}, {show_bytes(blocks * block_len * token_bytes)}",
+            *(session_len, blocks, settings.block_len, kept),
         )
 
+    def _choose_session_len(self) -> int:
+        context = self.source.context_length
+        if context is None:
+            if self.config.session_len is None:
+                raise UsageError(f"{self.source.path}: config.json has no context length: give --session-len")
+            return self.config.session_len
+        return session_length(self.config.session_len, context)
+
+    def _make_runner(self, network: PreTrainedModel, found: Probe, session_len: int) -> tuple[Runner, int]:
+        """How the model runs, and the number of KV blocks."""
+        block_len, device = self.config.cache_block_seq_len, network.device
+        if found.layers is not None:
+            token_bytes = found.layers.token_elements * self._cache_dtype.itemsize
+        else:
+            token_bytes = max(1, found.own_token_bytes)
+        free = free_memory() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
+        blocks = cache_block_count(self.config, session_len, token_bytes * block_len, free, quantizable=False)
+        if found.layers is None:
+            return OwnCacheRunner(network, found.in_pieces), blocks
+        return PagedRunner(network, found.layers, blocks, block_len, self._cache_dtype), blocks
+
+    @property
     def _cache_dtype(self) -> torch.dtype:
         return DTYPES.get(self.config.cache_dtype, self.source.dtype)
 
@@ -141,6 +138,10 @@ class PytorchEngine(EngineFront):
             raise UsageError(f"{source.path}: cannot take the place of {self.source.path}: {different}")
         self._bridge.control("update", partial(self._prepare, source))
         self.source = source
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 @contextmanager

@@ -74,13 +74,15 @@ class Source:
     def _load_unknown(self, dtype: torch.dtype) -> PreTrainedModel:
         from transformers import AutoModelForCausalLM
 
+        # transformers' own choice, but that PyTorch's attention has no soft cap.
+        attention = attention_implementation(self.config)
         try:
             with quiet():
                 loaded: Any = AutoModelForCausalLM.from_pretrained(
                     str(self.path),
                     config=self.config,
                     dtype=dtype,
-                    attn_implementation=attention_implementation(self.config),
+                    attn_implementation=None if attention == "sdpa" else attention,
                     output_loading_info=True,
                     local_files_only=True,
                     trust_remote_code=False,

@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from turbomill.convert.reference import attention_implementation
 from turbomill.engine.pytorch.attention import IMPLEMENTATION, attending, paged_attention
 from turbomill.engine.pytorch.records import Request, Sequence, Slice
-from turbomill.engine.pytorch.runner import Layers, PagedRunner
+from turbomill.engine.pytorch.runner import Layers, OwnCacheRunner, PagedRunner, Runner
+from turbomill.errors import CheckpointError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -43,6 +43,7 @@ class Probe:
     reason: str  # for this reason
     vocab_size: int
     own_token_bytes: int  # of transformers' cache
+    in_pieces: bool = True  # whether a text in it is continued by several tokens at once
 
 
 def set_attention(model: PreTrainedModel, implementation: str) -> None:
@@ -62,9 +63,14 @@ def probe(model: PreTrainedModel) -> Probe:
     with torch.inference_mode():
         found = [model(input_ids=torch.tensor([t], device=model.device), use_cache=True) for t in texts]
     expected = [output.logits[0].float() for output in found]
+    if not all(logits.isfinite().all() for logits in expected):
+        raise CheckpointError(
+            f"{type(model).__name__}: its logits are not finite: the weights are damaged, or "
+            f"{str(model.dtype).removeprefix('torch.')} cannot hold what they give"
+        )
     cache = found[0].get("cache") or found[0].get("past_key_values")
     token_bytes = -(-_cache_bytes(cache) // LENGTHS[0])
-    layers, reason = None, ""
+    layers, reason, before = None, "", model.config._attn_implementation
     try:
         _check_class(model)
         set_attention(model, IMPLEMENTATION)
@@ -72,9 +78,10 @@ def probe(model: PreTrainedModel) -> Probe:
         _compare(model, layers, texts, expected)
     except Exception as error:  # a model's code may raise anything when its attention is another
         layers, reason = None, " ".join(str(error).split()) or type(error).__name__
-        if getattr(model.config, "_attn_implementation", None) == IMPLEMENTATION:
-            set_attention(model, attention_implementation(model.config))
-    return Probe(layers, reason, expected[0].shape[1], token_bytes)
+        if model.config._attn_implementation == IMPLEMENTATION:
+            set_attention(model, before or "eager")
+    in_pieces = layers is not None or _check_own(model, texts, expected)
+    return Probe(layers, reason, expected[0].shape[1], token_bytes, in_pieces)
 
 
 def _check_class(model: PreTrainedModel) -> None:
@@ -116,10 +123,30 @@ def _find_layers(model: PreTrainedModel, text: list[int]) -> Layers:
 
 
 def _compare(model: PreTrainedModel, layers: Layers, texts: list[list[int]], expected: list[Tensor]) -> None:
-    """Both texts side by side, one of them in pieces, over a small pool."""
+    """Raise _UnfitError unless the logits are right over a small pool."""
     blocks = 2 * -(-max(LENGTHS) // BLOCK_LEN)
     runner = PagedRunner(model, layers, blocks, BLOCK_LEN, model.dtype)
     runner.allocate()
+    if apart := _difference(runner, texts, expected):
+        raise _UnfitError(
+            f"{type(model).__name__} comes out differently on it (by {apart:.2g} of its logits)"
+        )
+
+
+def _check_own(model: PreTrainedModel, texts: list[list[int]], expected: list[Tensor]) -> bool:
+    """Whether the model's code continues texts in pieces. Raises UnsupportedModelError when not by tokens."""
+    for in_pieces in (True, False):
+        if not _difference(OwnCacheRunner(model, in_pieces), texts, expected):
+            return in_pieces
+    raise UnsupportedModelError(
+        f"{type(model).__name__}: transformers' code does not continue a text from its own cache"
+    )
+
+
+def _difference(runner: Runner, texts: list[list[int]], expected: list[Tensor]) -> float:
+    """How far a runner's logits are from the right ones, with both texts side by side, one of them in pieces;
+    0 when they differ by roundings only."""
+    blocks = 2 * -(-max(LENGTHS) // BLOCK_LEN)
     pages = list(range(blocks - 1, -1, -1))
     sequences = [Sequence(i, Request(token_ids=t, max_new_tokens=1), None) for i, t in enumerate(texts)]
     for i, sequence in enumerate(sequences):
@@ -128,6 +155,8 @@ def _compare(model: PreTrainedModel, layers: Layers, texts: list[list[int]], exp
     def piece(i: int, begin: int, end: int) -> Slice:
         return Slice(sequences[i], begin, texts[i][begin:end], sample=False, all_rows=True)
 
+    assert runner.model is not None
+    tolerance = TOLERANCE.get(runner.model.dtype, 0.1)
     first, second = LENGTHS
     steps = (
         [piece(0, 0, 5), piece(1, 0, second - 1)],
@@ -138,9 +167,9 @@ def _compare(model: PreTrainedModel, layers: Layers, texts: list[list[int]], exp
         for one, logits in zip(slices, runner.run(slices), strict=True):
             right = expected[one.sequence.id][one.context : one.end]
             apart = (logits - right).abs().max() / right.abs().max().clamp(min=1)
-            if not apart <= TOLERANCE.get(model.dtype, 0.1):
-                name = type(model).__name__
-                raise _UnfitError(f"{name} comes out differently on it (by {apart:.2g} of its logits)")
+            if not apart <= tolerance:
+                return float(apart)
+    return 0.0
 
 
 def _cache_bytes(cache: Any) -> int:
@@ -148,24 +177,3 @@ def _cache_bytes(cache: Any) -> int:
     layers = getattr(cache, "layers", None) or [cache]
     tensors = [value for layer in layers for value in vars(layer).values() if isinstance(value, Tensor)]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def freeze_longrope(model: PreTrainedModel, session_len: int) -> None:
-    """Choose longrope's factors by the length of a session, as the native engine does.
-
-    transformers chooses by the longest text in a forward pass, which would let one sequence of a batch change
-    the others, and a text change its own earlier tokens.
-    """
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    for module in model.modules():
-        if getattr(module, "rope_type", None) != "longrope":
-            continue
-        rotary: Any = module
-        original = rotary.config.rope_parameters["original_max_position_embeddings"]
-        if session_len > original:
-            table, _ = ROPE_INIT_FUNCTIONS["longrope"](rotary.config, model.device, seq_len=original + 1)
-        else:
-            table = rotary.original_inv_freq
-        rotary.original_inv_freq = rotary.long_inv_freq = table.to(model.device)
-        rotary.inv_freq = rotary.original_inv_freq.clone()

@@ -131,8 +131,10 @@ class OwnCacheRunner(Runner):
 
     name = "transformers' own caches, one sequence after the other"
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, in_pieces: bool) -> None:
+        """`in_pieces`: whether the model's code continues a text by several tokens at once."""
         super().__init__(model, model.device)
+        self._in_pieces = in_pieces
         self._cache_name = "cache" if "cache" in self._accepted else "past_key_values"
 
     def allocate(self) -> None:
@@ -145,14 +147,21 @@ class OwnCacheRunner(Runner):
         return [self._run_one(piece) for piece in slices]
 
     def _run_one(self, piece: Slice) -> Tensor:
-        count = len(piece.tokens)
-        kept = torch.arange(count - self._rows(piece), count, device=self.device)
+        if piece.sequence.state is None or self._in_pieces:
+            return self._run_tokens(piece, piece.tokens)[-self._rows(piece) :]
+        rows = [self._run_tokens(piece, [token]) for token in piece.tokens]
+        return torch.cat(rows[-self._rows(piece) :])
+
+    def _run_tokens(self, piece: Slice, tokens: list[int]) -> Tensor:
+        """Continue a sequence; logits [t, V] of the last of the tokens that are wanted."""
+        count = len(tokens)
+        kept = torch.arange(count - min(count, self._rows(piece)), count, device=self.device)
         state = piece.sequence.state
         given = {} if state is None else {self._cache_name: state}
         assert self.model is not None
         with torch.inference_mode():
             found = self.model(
-                input_ids=torch.tensor([piece.tokens], device=self.device),
+                input_ids=torch.tensor([tokens], device=self.device),
                 use_cache=True,
                 **given,
                 **self._keep(kept),
