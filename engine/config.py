@@ -62,7 +62,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True  # keep KV blocks for later prompts that begin alike
     eager_mode: bool = False  # never record a GPU's decode steps as CUDA graphs
     backend: str = "turbomind"
-    strict: bool = False  # fail rather than fall back to a slower way of running the model
+    strict: bool = False  # backend pytorch: no falling back to transformers' own caches
 
     def __post_init__(self) -> None:
         require(

@@ -104,9 +104,17 @@ ENGINE_OPTIONS = (
         "--eager-mode", is_flag=True, help="Launch every GPU kernel by itself, without CUDA graphs."
     ),
     click.option(
-        "--backend", type=click.Choice(BACKENDS), default=DEFAULTS.backend, show_default=True, help="Engine."
+        "--backend",
+        type=click.Choice(BACKENDS),
+        default=DEFAULTS.backend,
+        show_default=True,
+        help="Engine: turbomind, in C++; pytorch, over transformers' code, for whatever else that knows.",
     ),
-    click.option("--strict", is_flag=True, help="Fail rather than fall back to another engine."),
+    click.option(
+        "--strict",
+        is_flag=True,
+        help="Fail where backend pytorch would fall back to transformers' own caches, one sequence at a time.",
+    ),
 )
 
 
