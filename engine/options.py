@@ -51,6 +51,14 @@ def kv_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return with_scheme
 
 
+BACKEND = click.option(
+    "--backend",
+    type=click.Choice(BACKENDS),
+    default=DEFAULTS.backend,
+    show_default=True,
+    help="Engine: turbomind, in C++; pytorch, over transformers' code, for whatever else that knows.",
+)
+
 ENGINE_OPTIONS = (
     click.option(
         "--session-len", type=int, help="Prompt and generated tokens of one sequence.  [model's context]"
@@ -103,17 +111,11 @@ ENGINE_OPTIONS = (
     click.option(
         "--eager-mode", is_flag=True, help="Launch every GPU kernel by itself, without CUDA graphs."
     ),
-    click.option(
-        "--backend",
-        type=click.Choice(BACKENDS),
-        default=DEFAULTS.backend,
-        show_default=True,
-        help="Engine: turbomind, in C++; pytorch, over transformers' code, for whatever else that knows.",
-    ),
+    BACKEND,
     click.option(
         "--strict",
         is_flag=True,
-        help="Fail where backend pytorch would fall back to transformers' own caches, one sequence at a time.",
+        help="Fail where backend pytorch would fall back to transformers' caches, one sequence at a time.",
     ),
 )
 

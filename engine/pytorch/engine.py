@@ -43,7 +43,7 @@ class PytorchEngine(EngineFront):
 
     def __init__(
         self,
-        model: str | Path | Store,
+        model: str | Path | Store | Source,
         config: EngineConfig | None = None,
         *,
         reason: str = "created directly",

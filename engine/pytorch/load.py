@@ -45,6 +45,11 @@ class Source:
         return self.checkpoint.path
 
     @property
+    def vocab_size(self) -> int:
+        """V, as the config has it."""
+        return int(self.config.get_text_config().vocab_size)
+
+    @property
     def scheme(self) -> str | None:
         """Of the weights; None: dense."""
         if not self.known or (scheme := self.checkpoint.scheme) is None:
@@ -96,13 +101,15 @@ class Source:
         return model.eval()
 
 
-def open_source(model: str | Path | Store) -> Source:
+def open_source(model: str | Path | Store | Source) -> Source:
     """Open MODEL and check all but the weights' numbers. Raises CheckpointError, UnsupportedModelError."""
+    if isinstance(model, Source):
+        return model
     checkpoint = _open(model)
     try:
         architecture = find_architecture(checkpoint.config)
-    except UnsupportedModelError as refusal:
-        return _unknown(checkpoint, refusal)
+    except UnsupportedModelError:
+        return _unknown(checkpoint)
     if not isinstance(checkpoint, StoreCheckpoint):
         _ = checkpoint.format  # raises for one that is not known
     config = checkpoint.hf_config() if architecture.runs_as is None else _runs_as(checkpoint)
@@ -127,13 +134,17 @@ def _runs_as(checkpoint: Checkpoint) -> PretrainedConfig:
     return runnable(checkpoint).hf_config()
 
 
-def _unknown(checkpoint: Checkpoint, refusal: UnsupportedModelError) -> Source:
-    """One that transformers has code for, or the refusal."""
+def _unknown(checkpoint: Checkpoint) -> Source:
+    """One that only transformers has code for. Raises UnsupportedModelError, CheckpointError."""
     from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
     kind, names = checkpoint.config.get("model_type"), checkpoint.config.get("architectures") or []
     if not isinstance(checkpoint, HfCheckpoint):
-        raise refusal
+        raise UnsupportedModelError(
+            f"{checkpoint.path}: {', '.join(names) or kind}: of GGUF files and fp8 checkpoints, backend "
+            "pytorch runs the architectures in `turbomill inspect --architectures` alone; others must be "
+            "safetensors of 16 or 32 bits"
+        )
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         raise UnsupportedModelError(
             f"{checkpoint.path}: transformers has no code for {', '.join(names) or f'model_type {kind}'}, "

@@ -186,15 +186,16 @@ def test_prompts_that_begin_alike_share_whole_pages_and_the_least_used_go_first(
 
 def test_the_last_in_line_gives_way() -> None:
     """And comes back with its text, in its old place."""
-    scheduler = Scheduler(BlockPool(4, P, False), 4, 100)
+    scheduler = Scheduler(BlockPool(6, P, False), 4, 100)
     results = Results(scheduler, VOCAB)
-    for number in (1, 2):
-        scheduler.add(Sequence(number, Request(token_ids=[1] * 6, max_new_tokens=7), None))
+    for number, length, count in ((1, 9, 6), (2, 6, 7)):
+        scheduler.add(Sequence(number, Request(token_ids=[1] * length, max_new_tokens=count), None))
     ran, texts = [], {1: 0, 2: 0}
     while slices := scheduler.plan():
         ran.append([piece.sequence.id for piece in slices])
         results.take(slices, [torch.eye(1, VOCAB) for _ in slices])
         for output in results.outputs():
             texts[output.id] += len(output.token_ids)
-    assert ran == [[1, 2]] * 3 + [[1]] * 4 + [[2]] * 4
-    assert scheduler.preemptions == 1 and texts == {1: 7, 2: 7}
+    # In the fifth step the first one needs the page that the second took in the fourth.
+    assert ran == [[1, 2]] * 4 + [[1]] * 2 + [[2]] * 3
+    assert scheduler.preemptions == 1 and texts == {1: 6, 2: 7}
