@@ -144,6 +144,7 @@ class TorchCore:
         done: Future[None] = Future()
 
         def run() -> None:
+            self._sign(None)  # not a step: loading weights may take long
             try:
                 action()
                 self._publish()  # before whoever waits looks
@@ -151,6 +152,7 @@ class TorchCore:
                 done.set_exception(error)
             else:
                 done.set_result(None)
+            self._sign(time.monotonic())
 
         with self._lock:
             if self._closing:

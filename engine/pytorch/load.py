@@ -96,6 +96,11 @@ class Source:
         except Exception as error:  # transformers raises many types here
             raise CheckpointError(f"{self.path}: transformers cannot load it: {_reason(error)}") from error
         model, info = loaded
+        if others := sorted(info["unexpected_keys"]):
+            shown = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
+            logger.warning(
+                "%s: %s has no use for %d tensors: %s", self.path, self.architecture, len(others), shown
+            )
         if missing := sorted(info["missing_keys"]):
             raise CheckpointError(f"{self.path}: no tensor {', '.join(missing)}")
         return model.eval()

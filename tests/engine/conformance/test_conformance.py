@@ -248,6 +248,20 @@ async def test_sleep_gives_the_blocks_up_and_changes_no_text(engine, level):
         engine.sleep(3)
 
 
+async def test_new_weights_take_the_place_of_the_old(engine, tiny_store, other_tiny_store):
+    """What ran goes on; nothing that the old weights computed is used again."""
+    before, _, _ = await run(engine, PROMPT * 4, max_new_tokens=20)
+    task = asyncio.create_task(run(engine, PROMPT, max_new_tokens=150))
+    await begun(engine, task)
+    await asyncio.to_thread(engine.update_params, other_tiny_store)
+    after, _, _ = await run(engine, PROMPT * 4, max_new_tokens=20)
+    assert after != before and len((await task)[0]) == 150
+    logits = await engine.logits(PROMPT * 4 + after)
+    assert logits.argmax(1)[len(PROMPT) * 4 - 1 : -1].tolist() == after
+    await asyncio.to_thread(engine.update_params, tiny_store)
+    assert (await run(engine, PROMPT * 4, max_new_tokens=20))[0] == before
+
+
 async def test_pause_and_resume(engine):
     engine.pause()
     task = asyncio.create_task(run(engine, PROMPT, max_new_tokens=5))
