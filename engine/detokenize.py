@@ -100,6 +100,7 @@ class TextStream:
         self._detokenizer = Detokenizer(decode)
         self._stops = StopStrings(stops)
         self._unstoppable = unstoppable
+        self.tokens = 0  # that the text is of, the one that completed a stop string included
 
     @property
     def stopped(self) -> bool:
@@ -107,13 +108,14 @@ class TextStream:
         return self._stops.matched is not None
 
     def feed(self, token_ids: Sequence[int], final: bool = False) -> str:
-        """Text for these tokens; with `final`, also everything held back."""
+        """Text for these tokens, up to a stop string; with `final`, also everything held back."""
         text = ""
-        if self._unstoppable:
-            free, token_ids = token_ids[: self._unstoppable], token_ids[self._unstoppable :]
-            self._unstoppable -= len(free)
-            text = self._detokenizer.feed(free)
-        text += self._stops.feed(self._detokenizer.feed(token_ids))
+        for token in token_ids:
+            piece = self._detokenizer.feed([token])
+            text += piece if self.tokens < self._unstoppable else self._stops.feed(piece)
+            self.tokens += 1
+            if self.stopped:
+                return text
         if final and not self.stopped:
             text += self._stops.feed(self._detokenizer.flush())
         if final and not self.stopped:

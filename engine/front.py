@@ -122,7 +122,7 @@ class EngineFront:
     async def _generate(
         self, request: Any, gen: GenerationConfig, start: tuple[Guide, bytes] | None
     ) -> AsyncGenerator[GenerationOutput, None]:
-        prompt, generated, scored = request.token_ids, 0, 1
+        prompt, scored = request.token_ids, 1
         text = TextStream(
             lambda ids: self.decode(ids, gen.skip_special_tokens), gen.stop_words, gen.min_new_tokens
         )
@@ -131,20 +131,21 @@ class EngineFront:
             while finish is None:
                 arrived = await next_arrived(stream)
                 finish = arrived.finish
-                generated += len(arrived.token_ids)
+                before = text.tokens
                 piece = text.feed(arrived.token_ids, final=finish is not None)
                 if text.stopped:
                     finish = "stop"
                 rows = arrived.prompt_logprobs
                 of_prompt = [token_logprob(t, r) for t, r in zip(prompt[scored:], rows, strict=False)]
                 scored += len(rows)
-                usage = Usage(len(prompt), generated, arrived.cached_tokens)
+                usage = Usage(len(prompt), text.tokens, arrived.cached_tokens)
+                count = text.tokens - before  # tokens behind a stop string, which had been sampled, go
                 yield GenerationOutput(
                     piece,
-                    tuple(arrived.token_ids),
+                    tuple(arrived.token_ids[:count]),
                     usage,
                     finish,
-                    tuple(arrived.logprobs),
+                    tuple(arrived.logprobs[:count]),
                     tuple(of_prompt),
                 )
 

@@ -1,11 +1,12 @@
-// An unbounded queue between one or more producers and one consumer.
+// A queue of a few items between one or more producers and one consumer. Items move up when one is taken, so
+// that a steady flow allocates nothing.
 #pragma once
 
 #include <condition_variable>
-#include <deque>
 #include <mutex>
 #include <optional>
 #include <utility>
+#include <vector>
 
 namespace turbomill {
 
@@ -24,10 +25,7 @@ class Queue {
     std::optional<T> pop() {
         std::unique_lock lock(mutex_);
         ready_.wait(lock, [&] { return closed_ || !items_.empty(); });
-        if (items_.empty()) return std::nullopt;
-        T value = std::move(items_.front());
-        items_.pop_front();
-        return value;
+        return take();
     }
 
     // Waits up to `patience` for something to take.
@@ -35,10 +33,7 @@ class Queue {
     std::optional<T> pop_within(Duration patience) {
         std::unique_lock lock(mutex_);
         ready_.wait_for(lock, patience, [&] { return closed_ || !items_.empty(); });
-        if (items_.empty()) return std::nullopt;
-        T value = std::move(items_.front());
-        items_.pop_front();
-        return value;
+        return take();
     }
 
     void close() {
@@ -50,9 +45,17 @@ class Queue {
     }
 
   private:
+    // The lock is held.
+    std::optional<T> take() {
+        if (items_.empty()) return std::nullopt;
+        std::optional<T> value(std::move(items_.front()));
+        items_.erase(items_.begin());
+        return value;
+    }
+
     std::mutex mutex_;
     std::condition_variable ready_;
-    std::deque<T> items_;
+    std::vector<T> items_;
     bool closed_ = false;
 };
 

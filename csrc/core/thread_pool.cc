@@ -4,6 +4,8 @@
 
 #include <algorithm>
 
+#include "core/thread_name.h"
+
 namespace turbomill {
 namespace {
 
@@ -70,6 +72,7 @@ void ThreadPool::drain(int worker) {
 }
 
 void ThreadPool::work(int worker) {
+    name_thread("tm-worker");
     uint32_t seen = 0;
     while (true) {
         for (int spins = 0; wake_.load(std::memory_order_acquire) == seen; ++spins) {

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "kernels/logit_edits.h"
@@ -37,6 +38,18 @@ struct Slice {
                                // logprobs, which are of the model's own logits
     SamplingParams sampling;
     std::shared_ptr<const LogitEdits> edits;  // before the sample is drawn; null: none
+
+    // As a new one, but for the memory of its lists.
+    void clear() {
+        Slice fresh;
+        fresh.tokens.swap(tokens);
+        fresh.blocks.swap(blocks);
+        fresh.targets.swap(targets);
+        *this = std::move(fresh);
+        tokens.clear();
+        blocks.clear();
+        targets.clear();
+    }
 };
 
 // log softmax of the model's logits, at temperature 1 and before any edits.
@@ -52,6 +65,7 @@ struct BlockCopy {
     int from = 0, to = 0;
 };
 
+// Used again for later steps, so that a steady state of steps allocates nothing.
 struct BatchData {
     int64_t step = 0;  // the plan's number
     std::vector<Slice> slices;
@@ -74,6 +88,29 @@ struct BatchData {
         for (const auto& slice : slices) total += slice.length;
         return total;
     }
+    // A new slice, at the end.
+    Slice& add_slice() {
+        if (spare_.empty()) return slices.emplace_back();
+        slices.push_back(std::move(spare_.back()));
+        spare_.pop_back();
+        return slices.back();
+    }
+    // Without slices and results. Rows of logits and logprobs are large and rare: their memory goes.
+    void clear() {
+        for (; !slices.empty(); slices.pop_back()) {
+            slices.back().clear();
+            spare_.push_back(std::move(slices.back()));
+        }
+        copies.clear();
+        samples.clear();
+        logits.clear();
+        logprobs.clear();
+        recorded = false;
+        error.clear();
+    }
+
+  private:
+    std::vector<Slice> spare_;
 };
 
 }  // namespace turbomill

@@ -19,9 +19,11 @@ BlockPool::BlockPool(int count, int block_len, bool share)
     : block_len_(block_len),
       share_(share),
       least_rows_(std::max(1, block_len / 4)),
-      blocks_(count),
-      free_(count) {
-    for (int i = 0; i < count; ++i) blocks_[i].page = i;
+      free_(count),
+      root_(&nodes_),
+      evictable_(&nodes_) {
+    blocks_.reserve(count);
+    for (int i = 0; i < count; ++i) blocks_.emplace_back(&nodes_).page = i;
     // Low numbers last, so that they are handed out first and the touched memory stays small.
     std::iota(free_.rbegin(), free_.rend(), 0);
 }
@@ -108,6 +110,7 @@ void BlockPool::record(LogicalBlock& block, LogicalBlock* parent, const int* beg
         block.step = step;
         block.rows_before_step = int(block.tokens.size());
     }
+    block.tokens.reserve(block_len_);
     block.tokens.insert(block.tokens.end(), begin, end);
     block.parent = parent;
     parent->children.insert(&block);
@@ -115,7 +118,7 @@ void BlockPool::record(LogicalBlock& block, LogicalBlock* parent, const int* beg
 
 // Among blocks in lexicographic order, the one that has most in common with a text is its neighbour.
 LogicalBlock* BlockPool::closest_child(LogicalBlock& node, const int* begin, const int* end) {
-    LogicalBlock text;
+    LogicalBlock text(std::pmr::null_memory_resource());
     text.tokens.assign(begin, end);
     const auto after = node.children.lower_bound(&text);
     LogicalBlock* closest = nullptr;

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory_resource>
 #include <set>
 #include <vector>
 
@@ -20,6 +21,9 @@ struct LogicalBlock {
         }
     };
 
+    // `nodes`: where memory for its set comes from.
+    explicit LogicalBlock(std::pmr::memory_resource* nodes) : children(nodes) {}
+
     int page = -1;                     // its cache block
     int users = 0;                     // sequences that hold it
     const Sequence* writer = nullptr;  // that fills it, while it runs
@@ -31,9 +35,9 @@ struct LogicalBlock {
     int rows_before_step = 0;  // how many there were before that plan
     bool spoiled = false;      // a step that was to write it failed
 
-    LogicalBlock* parent = nullptr;              // of a recorded block: the one before it
-    std::set<LogicalBlock*, ByTokens> children;  // recorded blocks that continue it
-    int64_t last_use = 0;                        // of a cached block: when its last user let go
+    LogicalBlock* parent = nullptr;                   // of a recorded block: the one before it
+    std::pmr::set<LogicalBlock*, ByTokens> children;  // recorded blocks that continue it
+    int64_t last_use = 0;                             // of a cached block: when its last user let go
 
     // Rows that a step planned as `now` may read: a step does not read what it writes for others.
     int rows(int64_t now) const { return step == now ? rows_before_step : int(tokens.size()); }
@@ -101,10 +105,11 @@ class BlockPool {
     const int block_len_;
     const bool share_;
     const int least_rows_;
+    std::pmr::unsynchronized_pool_resource nodes_;  // of the sets below: kept for those to come
     std::vector<LogicalBlock> blocks_;
     std::vector<int> free_;
-    LogicalBlock root_;                             // before every sequence; no page
-    std::set<LogicalBlock*, ByLastUse> evictable_;  // cached blocks that nothing continues
+    LogicalBlock root_;                                  // before every sequence; no page
+    std::pmr::set<LogicalBlock*, ByLastUse> evictable_;  // cached blocks that nothing continues
     int cached_ = 0;
     int64_t clock_ = 0;
     int64_t evictions_ = 0;

@@ -6,6 +6,7 @@
 #include <string>
 #include <utility>
 
+#include "core/thread_name.h"
 #include "core/types.h"
 
 namespace turbomill {
@@ -13,6 +14,8 @@ namespace {
 
 // One step runs while the next is planned and queued behind it.
 constexpr int kStepsInFlight = 2;
+// Steps that a client's callback may fall behind before their outputs need more memory.
+constexpr int kStepsUnheard = 8;
 
 void require(bool ok, const std::string& message) {
     if (!ok) throw std::invalid_argument(message);
@@ -21,13 +24,18 @@ void require(bool ok, const std::string& message) {
 }  // namespace
 
 Engine::Engine(const ModelConfig& model, const EngineConfig& config, StepRunner runner, OnOutputs on_outputs)
-    : model_(model), config_(config), orchestrator_(model_, config_), on_outputs_(std::move(on_outputs)) {
+    : model_(model),
+      config_(config),
+      orchestrator_(model_, config_),
+      signals_(size_t(kStepsUnheard) * config_.max_batch_size),
+      on_outputs_(std::move(on_outputs)) {
     executor_ = std::make_unique<ModelExecutor>(std::move(runner), [this](std::unique_ptr<BatchData> batch) {
         gateway_.post_result(std::move(batch));
     });
     publish_metrics();
     signal_thread_ = std::thread([this] {
-        while (auto outputs = signals_.pop()) on_outputs_(std::move(*outputs));
+        name_thread("tm-signal");
+        for (std::vector<Output> outputs; signals_.take(outputs);) on_outputs_(outputs);
     });
     engine_thread_ = std::thread([this] { run(); });
 }
@@ -130,6 +138,8 @@ bool Engine::obey() {
 }
 
 void Engine::run() {
+    name_thread("tm-engine");
+    Gateway::Events events;
     while (true) {
         // Wait only when there is nothing to plan: no work at all, or the queue to the executor is full.
         bool progress = false;
@@ -142,10 +152,10 @@ void Engine::run() {
         }
         publish_metrics();
         notify();  // a request that plan() failed
-        Gateway::Events events = gateway_.pop(!progress);
+        gateway_.pop(!progress, events);
         for (Request& request : events.requests) orchestrator_.accept(std::move(request));
         for (const uint64_t id : events.cancels) orchestrator_.cancel(id);
-        for (const auto& batch : events.results) orchestrator_.take_in(*batch);
+        for (auto& step : events.results) orchestrator_.take_in(std::move(step));
         if (!events.results.empty()) note_progress();
         for (const TokenMask& mask : events.masks) orchestrator_.allow(mask);
         std::move(events.commands.begin(), events.commands.end(), std::back_inserter(commands_));
@@ -165,8 +175,7 @@ void Engine::note_progress() {
 }
 
 void Engine::notify() {
-    auto outputs = orchestrator_.take_outputs();
-    if (!outputs.empty()) signals_.push(std::move(outputs));
+    if (!orchestrator_.outputs().empty()) signals_.put(orchestrator_.outputs());
 }
 
 void Engine::publish_metrics() {

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "core/config.h"
-#include "core/queue.h"
+#include "core/mailbox.h"
 #include "engine/executor.h"
 #include "engine/gateway.h"
 #include "engine/orchestrator.h"
@@ -21,9 +21,10 @@ namespace turbomill {
 
 class Engine {
   public:
-    using OnOutputs = std::function<void(std::vector<Output>)>;
+    using OnOutputs = std::function<void(std::vector<Output>&)>;
 
-    // `runner` runs steps of the model; `on_outputs` gets a step's outputs, on the signal thread.
+    // `runner` runs steps of the model; `on_outputs` gets outputs, of one step or of several in order, on the
+    // signal thread; it may keep what it likes of them.
     Engine(const ModelConfig& model, const EngineConfig& config, StepRunner runner, OnOutputs on_outputs);
     ~Engine();
 
@@ -70,7 +71,7 @@ class Engine {
     Metrics published_;
     std::chrono::steady_clock::time_point last_progress_;  // a step ended, or the first one began
 
-    Queue<std::vector<Output>> signals_;
+    Mailbox<Output> signals_;
     OnOutputs on_outputs_;
     std::unique_ptr<ModelExecutor> executor_;
     std::thread signal_thread_;

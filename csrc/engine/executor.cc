@@ -5,6 +5,8 @@
 #include <future>
 #include <utility>
 
+#include "core/thread_name.h"
+
 namespace turbomill {
 namespace {
 
@@ -24,6 +26,7 @@ ModelExecutor::~ModelExecutor() {
 }
 
 void ModelExecutor::run() {
+    name_thread("tm-executor");
     while (true) {
         if (issued_.size() == kMostIssued || (!issued_.empty() && runner_.ready())) {
             complete_oldest();
@@ -69,7 +72,7 @@ void ModelExecutor::issue(std::unique_ptr<BatchData> batch) {
 
 void ModelExecutor::complete_oldest() {
     std::unique_ptr<BatchData> batch = std::move(issued_.front());
-    issued_.pop_front();
+    issued_.erase(issued_.begin());
     try {
         runner_.complete();
     } catch (const std::exception& error) {

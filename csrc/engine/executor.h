@@ -1,10 +1,10 @@
 // The thread that runs the model. Steps come in through one queue and go back through another, in order.
 #pragma once
 
-#include <deque>
 #include <functional>
 #include <memory>
 #include <thread>
+#include <vector>
 
 #include "core/queue.h"
 #include "engine/batch.h"
@@ -44,7 +44,7 @@ class ModelExecutor {
     StepRunner runner_;
     Done done_;
     Queue<Work> queue_;
-    std::deque<std::unique_ptr<BatchData>> issued_;  // oldest first
+    std::vector<std::unique_ptr<BatchData>> issued_;  // oldest first
     std::thread thread_;
 };
 

@@ -72,18 +72,26 @@ void Gateway::post_result(std::unique_ptr<BatchData> batch) {
     arrived_.notify_one();
 }
 
-Gateway::Events Gateway::pop(bool wait) {
+void Gateway::Events::clear() {
+    requests.clear();
+    cancels.clear();
+    masks.clear();
+    commands.clear();
+    results.clear();
+    closed = false;
+}
+
+void Gateway::pop(bool wait, Events& taken) {
+    taken.clear();
     std::unique_lock lock(mutex_);
     const auto something = [&] {
         return (events_.closed && !close_seen_) || !events_.requests.empty() || !events_.cancels.empty() ||
                !events_.masks.empty() || !events_.results.empty() || !events_.commands.empty();
     };
     if (wait) arrived_.wait(lock, something);
-    Events taken = std::move(events_);
-    events_ = {};
+    std::swap(taken, events_);
     waiting_since_.reset();
     events_.closed = close_seen_ = taken.closed;
-    return taken;
 }
 
 }  // namespace turbomill

@@ -33,6 +33,8 @@ class Gateway {
         std::vector<Command> commands;
         std::vector<std::unique_ptr<BatchData>> results;  // steps the executor finished, in order
         bool closed = false;
+
+        void clear();
     };
 
     // Client threads. submit() numbers the request; it throws std::runtime_error once the gateway is closed.
@@ -48,9 +50,9 @@ class Gateway {
     // The executor thread.
     void post_result(std::unique_ptr<BatchData> batch);
 
-    // The engine thread. With `wait`, blocks until there is something; it only waits when it has nothing to
-    // do.
-    Events pop(bool wait);
+    // The engine thread: everything, in place of what `taken` had. With `wait`, blocks until there is
+    // something; it only waits when it has nothing to do.
+    void pop(bool wait, Events& taken);
 
   private:
     // Called with the lock held.

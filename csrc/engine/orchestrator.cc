@@ -60,7 +60,8 @@ std::unique_ptr<BatchData> Orchestrator::plan() {
     }
 }
 
-void Orchestrator::take_in(const BatchData& batch) {
+void Orchestrator::take_in(std::unique_ptr<BatchData> step) {
+    const BatchData& batch = *step;
     --in_flight_;
     counters_.recorded_steps += batch.recorded;
     if (!batch.error.empty()) {
@@ -74,6 +75,7 @@ void Orchestrator::take_in(const BatchData& batch) {
         sequence.samples_in_flight -= slice.sample;
         if (!sequence.finished) take_result(sequence, slice, batch, i);
     }
+    scheduler_.recycle(std::move(step));
 }
 
 void Orchestrator::take_result(Sequence& sequence, const Slice& slice, const BatchData& batch, size_t index) {
@@ -121,7 +123,7 @@ void Orchestrator::take_token(Sequence& sequence, int token, Output& output) {
     sequence.tokens.push_back(token);
     scheduler_.record_arrived(sequence);
     ++counters_.generated_tokens;
-    output.token_ids.push_back(token);
+    output.token = token;
     if (sequence.generated() >= sequence.request.max_new_tokens) {
         finish(sequence, Finish::Length, output);
     } else {
@@ -142,10 +144,6 @@ void Orchestrator::fail(Sequence& sequence, const std::string& error) {
     Output output = output_of(sequence);
     output.error = error;
     finish(sequence, Finish::Error, output);
-}
-
-std::vector<Output> Orchestrator::take_outputs() {
-    return std::exchange(outputs_, {});
 }
 
 Metrics Orchestrator::metrics() const {

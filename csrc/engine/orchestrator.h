@@ -24,13 +24,13 @@ class Orchestrator {
     // The next step, or null when nothing can run before another step ends or a request comes.
     std::unique_ptr<BatchData> plan();
     // A step that plan() gave, with its results. Steps come back in order.
-    void take_in(const BatchData& batch);
+    void take_in(std::unique_ptr<BatchData> step);
     // See Scheduler::drop_blocks.
     void drop_blocks() { scheduler_.drop_blocks(); }
     // Frees what finished sequences hold, as far as no step in flight reads it.
     void retire() { scheduler_.retire(); }
-    // What clients are to be told, in order.
-    std::vector<Output> take_outputs();
+    // What clients are to be told, in order. Whoever tells them empties it.
+    std::vector<Output>& outputs() { return outputs_; }
 
     int steps_in_flight() const { return in_flight_; }
     bool idle() const { return in_flight_ == 0 && scheduler_.waiting() == 0 && scheduler_.running() == 0; }

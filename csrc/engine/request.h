@@ -52,12 +52,12 @@ inline const char* finish_name(Finish finish) {
 // What one step gave one request.
 struct Output {
     uint64_t id = 0;
-    std::vector<int> token_ids;
+    int token = -1;  // that was generated; -1: none
     Finish finish = Finish::None;
     std::string error;
     std::shared_ptr<std::vector<float>> logits;  // [rows, V], or null; shared with whoever reads it
     int logits_rows = 0;
-    std::vector<Logprobs> logprobs;         // one for each of token_ids, where wanted
+    std::vector<Logprobs> logprobs;         // of the token, where wanted
     std::vector<Logprobs> prompt_logprobs;  // of the next prompt tokens from the second on, where wanted
     int cached_tokens = 0;                  // prompt tokens that the prefix cache had
 };

@@ -54,15 +54,24 @@ std::unique_ptr<BatchData> Scheduler::schedule(int steps_in_flight) {
     plan_required(steps_in_flight);
     // Out of blocks while a step still reads some: let it drain, so that the next plan may preempt.
     if (short_of_blocks_ && steps_in_flight > 0) return nullptr;
-    auto batch = std::make_unique<BatchData>();
+    if (spare_.empty()) spare_.push_back(std::make_unique<BatchData>());
+    auto batch = std::move(spare_.back());
+    spare_.pop_back();
     batch->step = step_;
-    batch->slices.reserve(plan_.size() + 1);
     for (const Planned& planned : plan_)
         commit(*planned.sequence, planned.length, planned.new_blocks, *batch);
     if (!short_of_blocks_) admit_waiting(*batch);
-    if (batch->slices.empty()) return nullptr;
+    if (batch->slices.empty()) {
+        spare_.push_back(std::move(batch));
+        return nullptr;
+    }
     ++step_;
     return batch;
+}
+
+void Scheduler::recycle(std::unique_ptr<BatchData> step) {
+    step->clear();
+    spare_.push_back(std::move(step));
 }
 
 // Sequences that hold blocks go first, the most urgent first. A decode costs one token outside the prefill
@@ -131,7 +140,11 @@ void Scheduler::admit(Sequence& sequence, const PrefixMatch& match, BatchData& b
     // A preempted sequence comes back before later ones that kept running.
     running_.insert(std::upper_bound(running_.begin(), running_.end(), &sequence, ByUrgency()), &sequence);
     for (LogicalBlock* block : match.blocks) pool_.share(*block);
-    sequence.blocks = match.blocks;
+    // All that it may come to, so that its decodes need not ask for memory.
+    const int most = sequence.prompt_length() + sequence.request.max_new_tokens;
+    sequence.tokens.reserve(most);
+    sequence.blocks.reserve(ceil_div(most, config_.block_len));
+    sequence.blocks.assign(match.blocks.begin(), match.blocks.end());
     const int shared = int(match.blocks.size()) * config_.block_len;
     const int found = shared + match.rows;
     if (found > 0) sequence.reused_at = step_;
@@ -154,12 +167,11 @@ void Scheduler::admit(Sequence& sequence, const PrefixMatch& match, BatchData& b
 void Scheduler::commit(Sequence& sequence, int length, int new_blocks, BatchData& batch) {
     for (int i = 0; i < new_blocks; ++i) sequence.blocks.push_back(pool_.acquire(sequence));
     const bool prompt = sequence.scheduled < sequence.prompt_length() || length > 1;
-    batch.slices.push_back(slice_of(sequence, length));
+    fill(batch.add_slice(), sequence, length);
     if (prompt) record(sequence, std::min(sequence.scheduled, int(sequence.tokens.size())), step_);
 }
 
-Slice Scheduler::slice_of(Sequence& sequence, int length) {
-    Slice slice;
+void Scheduler::fill(Slice& slice, Sequence& sequence, int length) {
     slice.sequence = sequence.id();
     slice.slot = sequence.slot;
     slice.context = sequence.scheduled;
@@ -167,7 +179,7 @@ Slice Scheduler::slice_of(Sequence& sequence, int length) {
     const int end = slice.context + length;
     if (end <= int(sequence.tokens.size()))
         slice.tokens.assign(sequence.tokens.begin() + slice.context, sequence.tokens.begin() + end);
-    slice.blocks.reserve(sequence.blocks.size());
+    slice.blocks.reserve(sequence.blocks.capacity());
     for (const LogicalBlock* block : sequence.blocks) slice.blocks.push_back(block->page);
     slice.sample = end == sequence.length() && sequence.wants_sample();
     if (sequence.owes_rows() && slice.context < sequence.prompt_length()) {
@@ -183,7 +195,6 @@ Slice Scheduler::slice_of(Sequence& sequence, int length) {
     sequence.scheduled = end;
     sequence.samples_in_flight += slice.sample;
     ++sequence.steps_in_flight;
-    return slice;
 }
 
 void Scheduler::record(Sequence& sequence, int end, int64_t step) {

@@ -23,6 +23,8 @@ class Scheduler {
     // The next step, or null when nothing can run now. Sequences are preempted only while no step is in
     // flight, so that no kernel still reads the blocks they give up.
     std::unique_ptr<BatchData> schedule(int steps_in_flight);
+    // Takes a step back whose results have been taken in, for a later one.
+    void recycle(std::unique_ptr<BatchData> step);
 
     // Tokens of `sequence` have arrived: other sequences can find the blocks that they complete.
     void record_arrived(Sequence& sequence);
@@ -59,7 +61,7 @@ class Scheduler {
     void admit_waiting(BatchData& batch);
     void admit(Sequence& sequence, const PrefixMatch& match, BatchData& batch);
     void commit(Sequence& sequence, int length, int new_blocks, BatchData& batch);
-    Slice slice_of(Sequence& sequence, int length);
+    void fill(Slice& slice, Sequence& sequence, int length);
     void preempt(Sequence& sequence);
     void leave(Sequence& sequence);
     void record(Sequence& sequence, int end, int64_t step);
@@ -71,7 +73,8 @@ class Scheduler {
     std::set<Sequence*, ByUrgency> waiting_;
     std::vector<Sequence*> running_;  // by urgency
     std::vector<int> free_slots_;
-    std::vector<std::unique_ptr<Sequence>> gone_;  // finished while they waited; freed by retire()
+    std::vector<std::unique_ptr<Sequence>> gone_;    // finished while they waited; freed by retire()
+    std::vector<std::unique_ptr<BatchData>> spare_;  // empty steps
     int64_t preemptions_ = 0;
 
     // The plan being made.

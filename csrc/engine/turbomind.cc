@@ -41,8 +41,7 @@ void centre_keys(const ModelConfig& model, const EngineConfig& config, Backend& 
     backend.begin_centring();
     for (int done = 0; done < length; done += config.max_prefill_token_num) {
         BatchData batch;
-        batch.slices.emplace_back();
-        Slice& slice = batch.slices.back();
+        Slice& slice = batch.add_slice();
         slice.context = done;
         slice.length = std::min(config.max_prefill_token_num, length - done);
         for (int i = 0; i < slice.length; ++i) {

@@ -20,6 +20,8 @@ float min_p_gap(const SamplingParams& params);
 // tie. Inverting a cumulative sum would let it move every later token's interval.
 class Sampler {
   public:
+    // Sets memory aside for logits of `vocab` tokens.
+    void reserve(int vocab) { candidates_.reserve(vocab); }
     BatchData::Sample sample(const float* logits, int vocab, const SamplingParams& params, uint64_t position);
 
   private:

@@ -48,7 +48,7 @@ class Listener {
               delete held;
           }) {}
 
-    void operator()(std::vector<Output> outputs) const {
+    void operator()(std::vector<Output>& outputs) const {
         const py::gil_scoped_acquire gil;
         try {
             (*function_)(py::cast(std::move(outputs)));
@@ -78,7 +78,8 @@ void register_engine(py::module_& m) {
         });
     py::class_<Output>(m, "Output", "What one step gave one request.")
         .def_readonly("id", &Output::id)
-        .def_readonly("token_ids", &Output::token_ids)
+        .def_property_readonly("token_ids",
+                               [](const Output& o) { return std::vector<int>(o.token >= 0, o.token); })
         .def_property_readonly("finish_reason", [](const Output& o) { return finish_name(o.finish); })
         .def_readonly("error", &Output::error)
         .def_readonly("cached_tokens", &Output::cached_tokens)

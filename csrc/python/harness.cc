@@ -80,12 +80,10 @@ class Harness {
     // Ends the oldest step: a token for each of its slices (-1: the logits were not finite), or an error.
     void complete(const std::vector<int>& tokens, const std::string& error) {
         if (issued_.empty()) throw std::logic_error("no step is in flight");
-        const auto batch = std::move(issued_.front());
-        issued_.pop_front();
-        finish(*batch, tokens, error);
+        finish(take_oldest(), tokens, error);
     }
 
-    std::vector<Output> outputs() { return orchestrator_.take_outputs(); }
+    std::vector<Output> outputs() { return std::exchange(orchestrator_.outputs(), {}); }
     Metrics metrics() const { return orchestrator_.metrics(); }
 
     // Of every block: users, what is recorded in it, the block before it (-1: none, -2: not recorded), and
@@ -121,10 +119,10 @@ class Harness {
                 issued_.push_back(std::move(batch));
             }
             if (issued_.empty()) throw std::logic_error("nothing is left to run");
-            const auto batch = std::move(issued_.front());
-            issued_.pop_front();
-            finish(*batch, std::vector<int>(batch->slices.size(), token), "");
-            orchestrator_.take_outputs();
+            auto batch = take_oldest();
+            const std::vector<int> tokens(batch->slices.size(), token);
+            finish(std::move(batch), tokens, "");
+            orchestrator_.outputs().clear();
             orchestrator_.metrics();
         }
         const std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;
@@ -132,13 +130,20 @@ class Harness {
     }
 
   private:
-    void finish(BatchData& batch, const std::vector<int>& tokens, const std::string& error) {
+    std::unique_ptr<BatchData> take_oldest() {
+        auto batch = std::move(issued_.front());
+        issued_.pop_front();
+        return batch;
+    }
+
+    void finish(std::unique_ptr<BatchData> step, const std::vector<int>& tokens, const std::string& error) {
+        BatchData& batch = *step;
         if (tokens.size() != batch.slices.size()) throw std::invalid_argument("one token for each slice");
         batch.error = error;
         batch.samples.resize(batch.slices.size());
         for (size_t i = 0; i < batch.slices.size(); ++i)
             batch.samples[i] = {tokens[i], tokens[i] >= 0 || !batch.slices[i].sample, {}};
-        orchestrator_.take_in(batch);
+        orchestrator_.take_in(std::move(step));
         orchestrator_.retire();
     }
 
@@ -163,7 +168,7 @@ double seconds_per_step_with_threads(const ModelConfig& model, const EngineConfi
     std::mutex mutex;
     std::condition_variable ended;
     int open = batch;
-    Engine engine(model, config, runner, [&](std::vector<Output> outputs) {
+    Engine engine(model, config, runner, [&](std::vector<Output>& outputs) {
         const std::lock_guard lock(mutex);
         for (const Output& output : outputs) open -= output.finish != Finish::None;
         if (open == 0) ended.notify_one();
@@ -193,7 +198,7 @@ std::tuple<double, double, double> stalled_seconds(const ModelConfig& model, con
                             },
                             [] { return true; }, [] {}};
     std::promise<void> ended;
-    Engine engine(model, config, runner, [&](std::vector<Output> outputs) {
+    Engine engine(model, config, runner, [&](std::vector<Output>& outputs) {
         for (const Output& output : outputs)
             if (output.finish != Finish::None) ended.set_value();
     });

@@ -133,6 +133,16 @@ def test_text_stream_stops_within_a_character_split_over_tokens(cut):
     assert out == "ab€c" and stream.stopped
 
 
+@pytest.mark.parametrize("cut", [1, 4, 9])
+def test_text_stream_counts_tokens_up_to_the_stop_string_however_many_come_at_once(cut):
+    ids = list("ab€c€def".encode())
+    stream = TextStream(decode_bytes, ["€d"])
+    for begin in range(0, len(ids), cut):
+        if not stream.stopped:
+            stream.feed(ids[begin : begin + cut])
+    assert stream.tokens == len("ab€c€d".encode())
+
+
 def test_held_text_comes_out_at_the_end():
     stream = TextStream(decode_bytes, ["xyz"])
     assert stream.feed(list(b"abxy")) == "ab"

@@ -54,6 +54,10 @@ CpuBackend::CpuBackend(const ModelConfig& model, const EngineConfig& config,
       // A sequence that just finished may still be in flight while its successor starts: twice the batch.
       last_token_(2 * config.max_batch_size, 0) {
     require_blas();
+    for (int worker = 0; worker < pool_.size(); ++worker) {
+        samplers_[worker].reserve(model.vocab_size);
+        edited_[worker].reserve(model.vocab_size);
+    }
 }
 
 std::unique_ptr<Buffer> CpuBackend::allocate(int rows, int columns) {
@@ -228,9 +232,8 @@ void CpuBackend::finish(Buffer& delta, Buffer& x, const std::vector<float>& norm
         if (model_.logit_softcap > 0.f)
             for_rows(count, [&](int r) { k_.softcap(out + r * vocab, vocab, 1.f, model_.logit_softcap); });
     };
-    std::vector<const float*> last(slices, nullptr);  // the logits row each sample is drawn from
-
-    std::vector<int> sampled;  // slices that need their last row only
+    sample_rows_.assign(slices, nullptr);
+    sampled_.clear();
     for (int i = 0; i < slices; ++i) {
         const Slice& slice = batch.slices[i];
         if (!slice.targets.empty()) prompt_logprobs(slice, first_[i], normalise, project, batch.logprobs[i]);
@@ -238,26 +241,26 @@ void CpuBackend::finish(Buffer& delta, Buffer& x, const std::vector<float>& norm
             for_rows(slice.length, [&](int t) { normalise(first_[i] + t, normed_.data() + t * h); });
             batch.logits[i].resize(size_t(slice.length) * vocab);
             project(normed_.data(), slice.length, batch.logits[i].data());
-            last[i] = batch.logits[i].data() + (slice.length - 1) * vocab;
+            sample_rows_[i] = batch.logits[i].data() + (slice.length - 1) * vocab;
         } else if (slice.sample) {
-            sampled.push_back(i);
+            sampled_.push_back(i);
         }
     }
-    if (!sampled.empty()) {
-        const int rows = int(sampled.size());
+    if (!sampled_.empty()) {
+        const int rows = int(sampled_.size());
         logits_.resize(std::max(logits_.size(), size_t(rows) * vocab));
         for_rows(rows, [&](int r) {
-            const int i = sampled[r];
+            const int i = sampled_[r];
             normalise(first_[i] + batch.slices[i].length - 1, normed_.data() + r * h);
         });
         project(normed_.data(), rows, logits_.data());
-        for (int r = 0; r < rows; ++r) last[sampled[r]] = logits_.data() + r * vocab;
+        for (int r = 0; r < rows; ++r) sample_rows_[sampled_[r]] = logits_.data() + r * vocab;
     }
     pool_.run(slices, [&](int i, int worker) {
         const Slice& slice = batch.slices[i];
         if (!slice.sample) return;
         const uint64_t position = uint64_t(slice.context + slice.length);
-        const float* logits = last[i];
+        const float* logits = sample_rows_[i];
         if (slice.edits) {
             auto& edited = edited_[worker];
             edited.assign(logits, logits + vocab);
@@ -267,7 +270,7 @@ void CpuBackend::finish(Buffer& delta, Buffer& x, const std::vector<float>& norm
         auto& sample = batch.samples[i] =
             samplers_[worker].sample(logits, int(vocab), slice.sampling, position);
         if (sample.finite && slice.sampling.logprobs >= 0)
-            sample.logprobs = logprobs_of(last[i], int(vocab), sample.token, slice.sampling.logprobs);
+            sample.logprobs = logprobs_of(sample_rows_[i], int(vocab), sample.token, slice.sampling.logprobs);
     });
     for (int i = 0; i < slices; ++i)
         if (batch.samples[i].token >= 0) last_token_[batch.slices[i].slot] = batch.samples[i].token;

@@ -82,6 +82,8 @@ class CpuBackend : public Backend {
     std::vector<int> first_;                              // slice -> its first row
     std::vector<int> token_ids_, positions_, row_slice_;  // [T]
     std::vector<float> normed_, logits_;
+    std::vector<int> sampled_;               // slices that need their last row only
+    std::vector<const float*> sample_rows_;  // slice -> the row of logits its sample is drawn from
 };
 
 }  // namespace turbomill::cpu

@@ -100,12 +100,14 @@ void LinearRunner::few_rows(const Linear& w, const float* x, int64_t ldx, int ro
 void LinearRunner::many_rows(const Linear& w, const float* x, int64_t ldx, int rows, float* y) {
     const int step = chunk(w.n, kPanel), columns = stored_columns(w);
     const PackedWeight view = packed_view(w);
+    const bool converts = w.codes || w.dtype != DType::F32;
+    if (converts)  // every worker's, whoever comes to work
+        for (auto& scratch : panels_) scratch.resize(std::max(scratch.size(), size_t(step) * columns));
     pool_.run(ceil_div(w.n, step), [&](int task, int worker) {
         const int n0 = task * step, n1 = std::min(w.n, n0 + step);
         const float* panel = static_cast<const float*>(w.dense) + int64_t(n0) * w.k;
-        if (w.codes || w.dtype != DType::F32) {
+        if (converts) {
             auto& scratch = panels_[worker];
-            scratch.resize(std::max(scratch.size(), size_t(step) * columns));
             if (w.codes) {
                 for (int n = n0; n < n1; n += 16)
                     k_.dequant_packed(view, n / 16, scratch.data() + int64_t(n - n0) * columns);
@@ -123,11 +125,11 @@ void LinearRunner::many_rows(const Linear& w, const float* x, int64_t ldx, int r
 void LinearRunner::byte_rows(const Linear& w, int rows, float* y) {
     const int step = chunk(w.n, kFew);
     const PackedWeight view = packed_view(w);
+    const size_t needed = size_t(int8_->scratch_bytes(std::min(rows, kByteRows))) + 64;
+    for (auto& scratch : scratch_) scratch.resize(std::max(scratch.size(), needed));
     pool_.run(ceil_div(w.n, step), [&](int task, int worker) {
         const int n0 = task * step, n1 = std::min(w.n, n0 + step);
         auto& scratch = scratch_[worker];
-        const size_t needed = size_t(int8_->scratch_bytes(std::min(rows, kByteRows))) + 64;
-        if (scratch.size() < needed) scratch.resize(needed);
         auto* aligned = scratch.data() + (64 - reinterpret_cast<uintptr_t>(scratch.data()) % 64) % 64;
         for (int m = 0; m < rows; m += kByteRows) {
             const int64_t at = int64_t(m) * w.k_tiles;

@@ -24,9 +24,9 @@ void MoeRunner::operator()(const Moe& moe, const float* x, int rows, float* y) {
     if (const int inter = model_.shared_expert_intermediate_size) {
         float* gate = sized(logits_, rows);
         linear_(moe.shared_gate, x, rows, gate);
-        std::vector<Routed> all(rows);
-        for (int row = 0; row < rows; ++row) all[row] = {row, 1.f / (1.f + std::exp(-gate[row]))};
-        add_expert(moe.shared_gate_up, moe.shared_down, inter, all, x, y);
+        all_.resize(rows);
+        for (int row = 0; row < rows; ++row) all_[row] = {row, 1.f / (1.f + std::exp(-gate[row]))};
+        add_expert(moe.shared_gate_up, moe.shared_down, inter, all_, x, y);
     }
 }
 
@@ -34,21 +34,22 @@ void MoeRunner::route(const Moe& moe, const float* x, int rows) {
     const int experts = model_.num_experts, top = model_.experts_per_token;
     float* logits = sized(logits_, size_t(rows) * experts);
     linear_(moe.router, x, rows, logits);
-    rows_of_.assign(experts, {});
-    std::vector<int> order(experts);
+    rows_of_.resize(experts);
+    for (auto& rows : rows_of_) rows.clear();
+    order_.resize(experts);
     for (int row = 0; row < rows; ++row) {
         float* scores = logits + int64_t(row) * experts;
-        std::iota(order.begin(), order.end(), 0);
-        std::partial_sort(order.begin(), order.begin() + top, order.end(), [&](int a, int b) {
+        std::iota(order_.begin(), order_.end(), 0);
+        std::partial_sort(order_.begin(), order_.begin() + top, order_.end(), [&](int a, int b) {
             return scores[a] > scores[b] || (scores[a] == scores[b] && a < b);
         });
         // Softmax over all experts; when the chosen ones are to sum to one, over those alone.
-        const float best = scores[order[0]];
+        const float best = scores[order_[0]];
         const int counted = model_.norm_topk_prob ? top : experts;
         float total = 0.f;
-        for (int i = 0; i < counted; ++i) total += std::exp(scores[order[i]] - best);
+        for (int i = 0; i < counted; ++i) total += std::exp(scores[order_[i]] - best);
         for (int i = 0; i < top; ++i)
-            rows_of_[order[i]].push_back({row, std::exp(scores[order[i]] - best) / total});
+            rows_of_[order_[i]].push_back({row, std::exp(scores[order_[i]] - best) / total});
     }
 }
 

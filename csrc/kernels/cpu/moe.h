@@ -36,6 +36,8 @@ class MoeRunner {
     LinearRunner& linear_;
     ThreadPool& pool_;
     std::vector<std::vector<Routed>> rows_of_;              // [E]
+    std::vector<Routed> all_;                               // [T] of the shared expert
+    std::vector<int> order_;                                // [E] the likeliest experts of a row first
     std::vector<float> logits_;                             // [T, E]
     std::vector<float> gathered_, gate_up_, hidden_, out_;  // [t, H], [t, 2 I], [t, I], [t, H]
 };

@@ -1,13 +1,15 @@
-"""Many clients on a tiny pool: random texts, rules, cancels, sleeps. It needs the core alone, so that it can
-run under a sanitizer:
+"""Many clients on a tiny pool: random texts, rules, cancels, sleeps.
 
-    python stress.py dump STORE model.json
-    LD_PRELOAD=libtsan.so python stress.py run model.json --seconds 60 --clients 64
+It needs the core alone, so that it can run under a sanitizer (`make sanitize`):
+
+    python stress.py dump model.json
+    LD_PRELOAD=libtsan.so python stress.py run model.json --core build/.../_core.so --seconds 60 --clients 64
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import random
 import sys
@@ -161,26 +163,45 @@ def description(store: Any) -> dict[str, Any]:
     return {"model": store.model, "tensors": tensors}
 
 
+def dump(path: Path) -> None:
+    """Write a tiny random model's store beside `path`, and there how the core takes it."""
+    from native_engine import store_of, tiny_llama
+
+    tiny_llama(path.with_suffix(""))
+    path.write_text(json.dumps(description(store_of(path.with_suffix("")))))
+
+
+def load_core(path: Path | None) -> Any:
+    """The native module at `path`, without the package around it; None: the installed one."""
+    if path is None:
+        from turbomill import _core
+
+        return _core
+    spec = importlib.util.spec_from_file_location("turbomill._core", path)
+    assert spec is not None
+    assert spec.loader is not None
+    core = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(core)
+    return core
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("action", choices=("dump", "run"))
-    parser.add_argument("paths", nargs="+")
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--core", type=Path)
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--clients", type=int, default=64)
     options = parser.parse_args()
     if options.action == "dump":
-        from turbomill.convert.store import open_store
-
-        store = open_store(Path(options.paths[0]))
-        Path(options.paths[1]).write_text(json.dumps(description(store)))
+        dump(options.model)
         return
     import scipy_openblas64
 
-    from turbomill import _core
-
-    _core.load_blas(str(Path(scipy_openblas64.get_lib_dir()) / scipy_openblas64.get_library(fullname=True)))
-    found = json.loads(Path(options.paths[0]).read_text())
-    result = stress(_core, found["model"], found["tensors"], seconds=options.seconds, clients=options.clients)
+    core = load_core(options.core)
+    core.load_blas(str(Path(scipy_openblas64.get_lib_dir()) / scipy_openblas64.get_library(fullname=True)))
+    found = json.loads(options.model.read_text())
+    result = stress(core, found["model"], found["tensors"], seconds=options.seconds, clients=options.clients)
     sys.stdout.write(json.dumps(result) + "\n")
 
 

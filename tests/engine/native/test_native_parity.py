@@ -112,3 +112,16 @@ def test_prompts_at_block_borders(length: int, shared: tuple[Any, Any]) -> None:
     ids = prompt(length)
     with Native(store) as engine:
         assert engine.generate(ids, 8) == reference_greedy(model, ids, 8)
+
+
+def test_logits_cross_to_torch_without_a_copy(tmp_path):
+    tiny_llama(tmp_path / "model")
+    with Native(store_of(tmp_path / "model")) as engine:
+        (output, *_) = engine.wait(engine.submit([5, 6, 7], 0, return_logits=True))
+        array = output.logits
+        tensor = torch.from_dlpack(array)
+        assert tensor.shape == (3, 320)
+        assert tensor.data_ptr() == array.ctypes.data == output.logits.ctypes.data
+        kept = tensor.clone()
+    del output, array  # the rows live as long as somebody holds them
+    assert torch.equal(tensor, kept)
