@@ -203,7 +203,8 @@ class TorchCore:
             self._healthy = False
             reason = f"the model failed: {type(error).__name__}: {error}"
             for piece in slices:
-                self._results.fail(piece.sequence, reason)
+                if self._scheduler.find(piece.sequence.id) is not None:  # else it had ended before
+                    self._results.fail(piece.sequence, reason)
         self._sign(time.monotonic())
         self._publish()
         self._notify()

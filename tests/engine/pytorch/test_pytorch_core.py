@@ -63,6 +63,29 @@ async def test_a_step_that_fails_fails_its_requests_and_no_other(
     assert now.free_blocks + now.cached_blocks == now.total_blocks
 
 
+async def test_what_fails_after_the_model_fails_alike(
+    run: PytorchEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where some of a step's sequences have ended, and the next one's token cannot be taken."""
+    results: Any = run._engine._results  # type: ignore[attr-defined]
+    plain = results._take_token
+
+    def broken(sequence: Any, row: Any, token: Any, output: Any) -> None:
+        if sequence.request.seed == 13:
+            raise MemoryError("no room")
+        plain(sequence, row, token, output)
+
+    monkeypatch.setattr(results, "_take_token", broken)
+    run.pause()
+    jobs = [asyncio.ensure_future(generate(run, text(9), 1, seed=seed)) for seed in (1, 13, 2)]
+    await asyncio.sleep(0.02)
+    run.resume()
+    first, second, third = await asyncio.wait_for(asyncio.gather(*jobs, return_exceptions=True), 10)
+    assert isinstance(first, list) and len(first) == 1
+    assert all(isinstance(e, EngineError) and "MemoryError: no room" in str(e) for e in (second, third))
+    assert len(await generate(run, text(9))) == 8 and not run.metrics().healthy
+
+
 async def test_logits_that_are_not_finite_fail_their_request_alone(model: Path, tmp_path: Path) -> None:
     state = load_file(model / "model.safetensors")
     state["model.embed_tokens.weight"][BAD] = float("nan")
