@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("turbomill.engine")
 
-TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges*", "spiece*", "sentencepiece*")
 CONTEXT_KEYS = ("max_position_embeddings", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx")
 
 
@@ -60,12 +59,7 @@ class Source:
 
     def tokenizer(self) -> Any | None:
         """None when the model has none and only token ids can be run."""
-        store = _store(self.checkpoint)
-        if store is not None:
-            found = bool(store.manifest["tokenizer"]["files"])
-        else:
-            found = self.path.is_file() or any(any(self.path.glob(name)) for name in TOKENIZER_FILES)
-        if found:
+        if self.checkpoint.has_tokenizer:
             return self.checkpoint.tokenizer()
         logger.warning("the model has no tokenizer: prompts must be token ids, and there is no text")
         return None

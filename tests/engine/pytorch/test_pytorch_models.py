@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from architectures import CASES
+from gguf_models import write_model
 from quantized_models import quantized
 from torch_models import OWN, PAGED, engine, logits_of, make, text
 
@@ -83,6 +84,14 @@ def test_quantized_weights_are_dequantized(tmp_path: Path) -> None:
     store = convert_checkpoint(path, tmp_path / "store")
     with engine(store.path) as e:
         np.testing.assert_allclose(asyncio.run(e.logits(text(90))), logits_of(model, text(90)), atol=1e-3)
+
+
+def test_gguf_files_of_registered_architectures(tmp_path: Path) -> None:
+    dense = CASES["qwen2"].make(tmp_path / "dense")
+    write_model(tmp_path / "m.gguf", "qwen2", tmp_path / "dense", dense.config)
+    model = load_dense_model(open_checkpoint(tmp_path / "m.gguf"))
+    with engine(tmp_path / "m.gguf") as e:
+        agree(e, model, text(90))
 
 
 def test_longrope_is_chosen_by_the_session(tmp_path: Path) -> None:
