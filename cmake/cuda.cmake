@@ -64,6 +64,8 @@ if(TURBOMILL_CUDA_FOUND)
     csrc/kernels/cuda/w4_grouped.cu
     csrc/kernels/cuda/w4_grouped_bf16.cu
     csrc/kernels/cuda/w4_grouped_f16.cu
+    csrc/kernels/cuda/w8_dequantize.cu
+    csrc/kernels/cuda/w8_rows.cu
     csrc/kernels/cuda/attention_choice.cc
     csrc/kernels/cuda/backend.cc
     csrc/kernels/cuda/backend_layers.cc

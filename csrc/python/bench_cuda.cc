@@ -32,9 +32,10 @@ using cuda::DeviceMemory;
 // A linear's data: as many copies of the weight as no cache holds, x and y.
 class LinearCase {
   public:
-    LinearCase(int n, int k, int rows, int group, DType type, bool dense)
-        : n_(n), k_(k), rows_(rows), group_(group), type_(type), dense_(dense) {
-        const size_t weight_bytes = dense ? size_t(n) * k * 2 : size_t(n) * k / 2;
+    // `bits` of the weight: 4, 8, or 16, which is dense.
+    LinearCase(int n, int k, int rows, int group, DType type, int bits)
+        : n_(n), k_(k), rows_(rows), group_(group), type_(type), bits_(bits) {
+        const size_t weight_bytes = size_t(n) * k * bits / 8;
         const int copies = int(std::clamp<size_t>(kColdBytes / weight_bytes + 1, 2, 64));
         const auto values = random_halves(kPattern, type, -1.f, 1.f),
                    scales = random_halves(kPattern, type, 0.01f, 0.02f);
@@ -43,22 +44,28 @@ class LinearCase {
         for (auto& c : codes) c = uint16_t(generator());
         const size_t group_bytes = size_t(n) * (k / group) * 2;
         for (int i = 0; i < copies; ++i) {
-            weights_.push_back(random_memory(weight_bytes, dense ? values : codes));
+            weights_.push_back(random_memory(weight_bytes, bits == 16 ? values : codes));
             params_.push_back(random_memory(group_bytes, scales));
         }
         x_ = random_memory(size_t(rows) * k * 2, values);
         y_ = DeviceMemory(size_t(rows) * n * 2, "y", "");
     }
 
-    // Microseconds. `way`: "dense", or a w4 weight's "in_place", "as_dense" or "fused" with `plan`, "" the
-    // engine's. `overlap`: with programmatic dependent launch.
-    double time(const std::string& way, const std::optional<PlanTuple>& plan, bool overlap,
-                int repeats) const {
-        cuda::LinearRunner run(type_, dense_ || way == "fused" ? 0 : size_t(n_) * k_, stream_);
+    // Microseconds. `way`: "in_place" (a w8 weight's with `splits`) or "as_dense" of a packed weight, a w4
+    // one's "fused" with `plan`, "" the engine's. `overlap`: with programmatic dependent launch.
+    double time(const std::string& way, const std::optional<PlanTuple>& plan, bool overlap, int repeats,
+                int splits = 0) const {
+        const size_t elements = size_t(n_) * k_;
+        cuda::LinearRunner run(type_, bits_ == 4 && way != "fused" ? elements : 0, bits_ == 8 ? elements : 0,
+                               stream_);
         run.set_overlap(overlap);
         const auto call = [&](int i) {
             const cuda::DeviceLinear linear = copy(i);
-            if (way == "in_place") {
+            if (bits_ == 8 && way == "in_place") {
+                run.w8_in_place(linear, x_.as(), rows_, y_.as(), type_, splits);
+            } else if (bits_ == 8 && way == "as_dense") {
+                run.w8_as_dense(linear, x_.as(), rows_, y_.as(), type_);
+            } else if (way == "in_place") {
                 run.w4_in_place(linear, x_.as(), rows_, y_.as(), type_);
             } else if (way == "as_dense") {
                 run.w4_as_dense(linear, x_.as(), rows_, y_.as(), type_);
@@ -78,8 +85,19 @@ class LinearCase {
         cuda::DeviceLinear linear;
         linear.n = n_;
         linear.k = k_;
-        if (dense_) {
+        if (bits_ == 16) {
             linear.dense = weights_[i].as();
+        } else if (bits_ == 8) {
+            linear.w8 = {weights_[i].as<uint8_t>(),
+                         params_[i].as(),
+                         nullptr,
+                         nullptr,
+                         type_ == DType::BF16,
+                         n_,
+                         k_,
+                         k_ / 64,
+                         k_ / group_,
+                         group_};
         } else {
             linear.w4 = {weights_[i].as<uint8_t>(),
                          params_[i].as(),
@@ -96,22 +114,22 @@ class LinearCase {
 
     int n_, k_, rows_, group_;
     DType type_;
-    bool dense_;
+    int bits_;
     cuda::Stream stream_;
     std::vector<DeviceMemory> weights_, params_;
     DeviceMemory x_, y_;
 };
 
 double bench_linear(int n, int k, int rows, int group, const std::string& dtype, const std::string& way,
-                    bool overlap, int repeats) {
-    const DType type = parse_dtype(dtype);
-    return LinearCase(n, k, rows, group, type, way == "dense").time(way, std::nullopt, overlap, repeats);
+                    bool overlap, int repeats, int bits, int splits) {
+    return LinearCase(n, k, rows, group, parse_dtype(dtype), bits)
+        .time(way, std::nullopt, overlap, repeats, splits);
 }
 
 // Microseconds of each plan of the fused kernels.
 std::vector<double> bench_w4_plans(int n, int k, int rows, int group, const std::string& dtype,
                                    const std::vector<PlanTuple>& plans, bool overlap, int repeats) {
-    const LinearCase linear(n, k, rows, group, parse_dtype(dtype), false);
+    const LinearCase linear(n, k, rows, group, parse_dtype(dtype), 4);
     std::vector<double> times;
     for (const auto& plan : plans) times.push_back(linear.time("fused", plan, overlap, repeats));
     return times;
@@ -212,7 +230,7 @@ double bench_copy() {
 void register_bench_cuda(py::module_& m) {
     m.def("bench_linear", &bench_linear, py::arg("n"), py::arg("k"), py::arg("rows"), py::arg("group") = 128,
           py::arg("dtype") = "float16", py::arg("way") = "", py::arg("overlap") = false,
-          py::arg("repeats") = 15);
+          py::arg("repeats") = 15, py::arg("bits") = 4, py::arg("splits") = 0);
     m.def("bench_w4_plans", &bench_w4_plans, py::arg("n"), py::arg("k"), py::arg("rows"), py::arg("group"),
           py::arg("dtype"), py::arg("plans"), py::arg("overlap") = false, py::arg("repeats") = 9);
     m.def("multiprocessors", [] {

@@ -91,7 +91,7 @@ std::vector<double> bench_moe(int hidden, int inter, int experts, int top, const
     int index = 0, multiprocessors = 0;
     cuda::check(cudaGetDevice(&index), "cudaGetDevice");
     cuda::check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, index), "counting");
-    cuda::LinearRunner linear(type, 0, stream);
+    cuda::LinearRunner linear(type, 0, 0, stream);
     cuda::MoeRunner runner(model, weights, most, type, multiprocessors, stream);
     const size_t row_bytes = size_t(hidden) * 2;
     // Of another length than what is repeated, so that no two rows are alike.

@@ -8,6 +8,7 @@
 
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "kernels/cuda/linear.h"
 #include "python/cuda_array.h"
@@ -30,7 +31,7 @@ Floats dense_linear(const Floats& x, const Floats& w, const Floats& bias, const 
     linear.k = k;
     linear.dense = weight.as<void>();
     linear.bias = bias.size() ? biases.as<float>() : nullptr;
-    cuda::LinearRunner(type, 0, nullptr)(linear, input.as<void>(), rows, y.as<void>(), out);
+    cuda::LinearRunner(type, 0, 0, nullptr)(linear, input.as<void>(), rows, y.as<void>(), out);
     return y.array({rows, n});
 }
 
@@ -62,7 +63,7 @@ Floats w4_linear(const Floats& x, const Bytes& codes, const Bits16& scales,
                  k_tiles,
                  groups,
                  k_tiles * 64 / groups};
-    cuda::LinearRunner run(type, size_t(n) * k, nullptr);
+    cuda::LinearRunner run(type, size_t(n) * k, 0, nullptr);
     if (way == "in_place") {
         run.w4_in_place(linear, input.as<void>(), rows, y.as<void>(), out);
     } else if (way == "as_dense") {
@@ -79,6 +80,74 @@ Floats w4_linear(const Floats& x, const Bytes& codes, const Bits16& scales,
         run(linear, input.as<void>(), rows, y.as<void>(), out);
     }
     return y.array({rows, columns});
+}
+
+// A w8 weight's tensors on the device.
+class W8Arrays {
+  public:
+    W8Arrays(const Bytes& codes, const Bits16& scales, const std::optional<Bits16>& zeros,
+             const std::optional<Bits16>& mins, int n, int k, const std::string& dtype)
+        : codes_(codes.data(), codes.nbytes()), scales_(scales.data(), scales.nbytes()) {
+        require(codes.ndim() == 6 && scales.ndim() == 3,
+                "codes must be [N/64, K/64, 4, 8, 2, 64], scales [N/64, G, 64]");
+        const int k_tiles = int(codes.shape(1)), groups = int(scales.shape(1));
+        if (zeros) zeros_.emplace(zeros->data(), zeros->nbytes());
+        if (mins) mins_.emplace(mins->data(), mins->nbytes());
+        linear_.n = n;
+        linear_.k = k;
+        linear_.w8 = {codes_.as<uint8_t>(),
+                      scales_.as<void>(),
+                      zeros_ ? zeros_->as<void>() : nullptr,
+                      mins_ ? mins_->as<void>() : nullptr,
+                      parse_dtype(dtype) == DType::BF16,
+                      n,
+                      k,
+                      k_tiles,
+                      groups,
+                      k_tiles * 64 / groups};
+    }
+
+    const cuda::DeviceLinear& linear() const { return linear_; }
+
+  private:
+    DeviceArray codes_, scales_;
+    std::optional<DeviceArray> zeros_, mins_;
+    cuda::DeviceLinear linear_;
+};
+
+// `way`: "in_place" with `splits` of K (0: chosen), "as_dense" with room for so many dense elements at a time
+// (0: all), or "" for the one that the engine takes.
+Floats w8_linear(const Floats& x, const Bytes& codes, const Bits16& scales,
+                 const std::optional<Bits16>& zeros, const std::optional<Bits16>& mins, int n, int k,
+                 const Floats& bias, const std::string& dtype, const std::string& scale_dtype,
+                 const std::string& out_dtype, const std::string& way, int splits, size_t room) {
+    const DType type = parse_dtype(dtype), out = parse_dtype(out_dtype);
+    require(x.ndim() == 2 && x.shape(1) == k, "x must be [M, K]");
+    const int rows = int(x.shape(0));
+    const W8Arrays weight(codes, scales, zeros, mins, n, k, scale_dtype);
+    const DeviceArray input(x, type), biases(bias, DType::F32), y(out, size_t(rows) * n);
+    cuda::DeviceLinear linear = weight.linear();
+    linear.bias = bias.size() ? biases.as<float>() : nullptr;
+    cuda::LinearRunner run(type, 0, room ? room : size_t(n) * k, nullptr);
+    if (way == "in_place")
+        run.w8_in_place(linear, input.as<void>(), rows, y.as<void>(), out, splits);
+    else if (way == "as_dense")
+        run.w8_as_dense(linear, input.as<void>(), rows, y.as<void>(), out);
+    else
+        run(linear, input.as<void>(), rows, y.as<void>(), out);
+    return y.array({rows, n});
+}
+
+// Rows of an embedding with codes, fp32 [T, K]; an id below 0 means last[-1 - id].
+Floats embed_w8(const std::vector<int>& ids, const std::vector<int>& last, const Bytes& codes,
+                const Bits16& scales, const std::optional<Bits16>& zeros, const std::optional<Bits16>& mins,
+                int n, int k, const std::string& scale_dtype, float factor) {
+    const W8Arrays table(codes, scales, zeros, mins, n, k, scale_dtype);
+    const DeviceArray tokens(ids.data(), ids.size() * sizeof(int)),
+        last_tokens(last.data(), last.size() * sizeof(int)), x(DType::F32, ids.size() * k);
+    cuda::embed_w8(table.linear().w8, tokens.as<int>(), last_tokens.as<int>(), factor, x.as<float>(),
+                   int(ids.size()), nullptr);
+    return x.array({py::ssize_t(ids.size()), k});
 }
 
 // `count` products one after the other, each with the result of the last: x, then W x, W W x, ... of a square
@@ -100,7 +169,7 @@ Floats w4_chain(const Floats& x, const Bytes& codes, const Bits16& scales, int c
                  k / 64,
                  groups,
                  k / groups};
-    cuda::LinearRunner run(type, size_t(k) * k, nullptr);
+    cuda::LinearRunner run(type, size_t(k) * k, 0, nullptr);
     run.set_overlap(overlap);
     int device = 0, multiprocessors = 0;
     check(cudaGetDevice(&device), "cudaGetDevice");
@@ -112,6 +181,27 @@ Floats w4_chain(const Floats& x, const Bytes& codes, const Bits16& scales, int c
     return (count % 2 ? second : first).array({rows, k});
 }
 
+// As w4_chain.
+Floats w8_chain(const Floats& x, const Bytes& codes, const Bits16& scales, int count,
+                const std::string& dtype, bool overlap) {
+    const DType type = parse_dtype(dtype);
+    const int rows = int(x.shape(0)), k = int(x.shape(1));
+    const DeviceArray first(x, type), second(type, size_t(rows) * k);
+    const W8Arrays weight(codes, scales, std::nullopt, std::nullopt, k, k, dtype);
+    cuda::LinearRunner run(type, 0, size_t(k) * k, nullptr);
+    run.set_overlap(overlap);
+    for (int i = 0; i < count; ++i)
+        run.w8_in_place(weight.linear(), (i % 2 ? second : first).as<void>(), rows,
+                        (i % 2 ? first : second).as<void>(), type);
+    return (count % 2 ? second : first).array({rows, k});
+}
+
+// What a store's weights take in device memory.
+size_t weight_bytes(const ModelConfig& model, const std::vector<TensorRef>& tensors) {
+    const Weights weights(model, tensors);
+    return cuda::DeviceWeights(weights, cuda::activation_type(weights), nullptr).bytes();
+}
+
 }  // namespace
 
 void register_kernels_cuda_linear(py::module_& m) {
@@ -121,6 +211,16 @@ void register_kernels_cuda_linear(py::module_& m) {
     m.def("w4_linear", &w4_linear, py::arg("x"), py::arg("codes"), py::arg("scales"), py::arg("zeros"),
           py::arg("n"), py::arg("k"), py::arg("bias") = none, py::arg("dtype"), py::arg("scale_dtype"),
           py::arg("out_dtype"), py::arg("way") = "", py::arg("plan") = py::none());
+    m.def("w8_linear", &w8_linear, py::arg("x"), py::arg("codes"), py::arg("scales"), py::arg("zeros"),
+          py::arg("mins"), py::arg("n"), py::arg("k"), py::arg("bias") = none, py::arg("dtype"),
+          py::arg("scale_dtype"), py::arg("out_dtype"), py::arg("way") = "", py::arg("splits") = 0,
+          py::arg("room") = 0);
+    m.def("embed_w8", &embed_w8, py::arg("ids"), py::arg("last"), py::arg("codes"), py::arg("scales"),
+          py::arg("zeros"), py::arg("mins"), py::arg("n"), py::arg("k"), py::arg("scale_dtype"),
+          py::arg("factor") = 1.f);
+    m.def("weight_bytes", &weight_bytes, py::arg("model"), py::arg("tensors"));
+    m.def("w8_chain", &w8_chain, py::arg("x"), py::arg("codes"), py::arg("scales"), py::arg("count"),
+          py::arg("dtype"), py::arg("overlap"));
     m.def("w4_chain", &w4_chain, py::arg("x"), py::arg("codes"), py::arg("scales"), py::arg("count"),
           py::arg("dtype"), py::arg("overlap"));
 }

@@ -56,10 +56,6 @@ struct Linear {
     std::vector<int> order;   // [K] the input that each column of the codes meets, or empty: its own
 
     bool looked_up = false;  // rows are read one by one: the embedding, or what is tied to it
-
-    // Whether a backend whose packed kernels know 4 bits, whole zeros and inputs in order must expand the
-    // weight.
-    bool plain_only() const { return bits != 4 || mins || !order.empty() || looked_up; }
 };
 
 // A mixture of experts. The experts of one linear lie one after the other, each laid out as a linear of its

@@ -13,7 +13,7 @@ from turbomill import _core
 from turbomill.reports.bench_gpu import end_to_end, kernels, table
 from turbomill.reports.bench_gpu.random_model import LLAMA3_8B, RandomModel
 
-SECTIONS = ("copy", "linears", "experts", "decodes", "prompts", "end_to_end")
+SECTIONS = ("copy", "linears", "linears8", "experts", "decodes", "prompts", "end_to_end")
 
 
 def main() -> None:
@@ -22,7 +22,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/bench_gpu.json"), help="where the JSON goes")
     parser.add_argument("--sections", default=",".join(SECTIONS), help="which, by commas")
     parser.add_argument("--dtypes", default="float16,bfloat16", help="of linears")
-    parser.add_argument("--engines", default="w4:0,w4:8,w4:4,fp16:0", help="WEIGHTS:KV-BITS, by commas")
+    parser.add_argument(
+        "--engines", default="w4:0,w4:8,w4:4,w8:0,fp16:0", help="w4, w8 or fp16:KV-BITS, by commas"
+    )
     parser.add_argument("--workloads", default=",".join(end_to_end.WORKLOADS), help="of engines, by commas")
     parser.add_argument("--repeats", type=int, default=9, help="graph replays a kernel's median is of")
     parser.add_argument("--runs", type=int, default=3, help="runs an engine's median is of")
@@ -35,12 +37,15 @@ def main() -> None:
     results: dict[str, Any] = {"device": gpus[0]["name"], "date": datetime.date.today().isoformat()}
     if "copy" in sections:
         results["copy_bytes_per_second"] = _core.kernels_cuda.bench_copy()
-    if "linears" in sections:
-        results["linears"] = {
-            dtype + (", overlapping" if overlap else ""): kernels.linears(dtype, arguments.repeats, overlap)
-            for dtype in arguments.dtypes.split(",")
-            for overlap in (False, True)
-        }
+    for section, bits in (("linears", 4), ("linears8", 8)):
+        if section in sections:
+            results[section] = {
+                dtype + (", overlapping" if overlap else ""): kernels.linears(
+                    dtype, arguments.repeats, overlap, bits
+                )
+                for dtype in arguments.dtypes.split(",")
+                for overlap in (False, True)
+            }
     if "experts" in sections:
         results["experts"] = kernels.experts("bfloat16", arguments.repeats)
     if "decodes" in sections:
@@ -52,7 +57,7 @@ def main() -> None:
         results["end_to_end"] = []
         for weights in dict.fromkeys(engine.partition(":")[0] for engine in arguments.engines.split(",")):
             with tempfile.TemporaryDirectory() as folder:
-                model = RandomModel(Path(folder), LLAMA3_8B, 128 if weights == "w4" else None)
+                model = RandomModel(Path(folder), LLAMA3_8B, {"w4": 4, "w8": 8}.get(weights))
                 for engine in arguments.engines.split(","):
                     if engine.partition(":")[0] != weights:
                         continue

@@ -1,4 +1,4 @@
-"""Single kernels: 4-bit linears and attention, timed by CUDA-graph replays over data that no cache holds."""
+"""Single kernels: packed linears and attention, timed by CUDA-graph replays over data that no cache holds."""
 
 from __future__ import annotations
 
@@ -50,17 +50,45 @@ def check_linear(dtype: str) -> float:
     return worst
 
 
-def linears(dtype: str, repeats: int, overlap: bool = False) -> list[dict[str, Any]]:
-    """Microseconds of 4-bit group-128 linears [{"N", "K", "M", "us", "floor_us"}].
+def check_bytes(dtype: str) -> float:
+    """The same of an 8-bit linear; beyond 32 rows its weights, exact in both types here, are rounded."""
+    rng = np.random.default_rng()
+    n, k, group, worst = 192, 1024, 128, 0.0
+    codes = rng.integers(0, 256, (n // 64, k // 64, 4, 8, 2, 64), np.uint8)
+    # Row 64 bn + 16 s + 8 h + g, byte 16 t + 4 j + 2 v + u of a tile: column 16 j + 8 u + 2 t + v.
+    split = codes.reshape(n // 64, k // 64, 4, 8, 2, 4, 4, 2, 2)  # [bn, bk, s, g, h, t, j, v, u]
+    w = split.transpose(0, 2, 4, 3, 1, 6, 8, 5, 7).reshape(n, k).astype(np.float64) - 128
+    scales = np.full((n // 64, k // group, 64), 2.0**-10, np.float32)
+    stored = (
+        scales.astype(np.float16).view(np.uint16)
+        if dtype == "float16"
+        else (scales.view(np.uint32) >> 16).astype(np.uint16)
+    )
+    for m in ROWS[:8]:
+        x = rng.integers(-64, 65, (m, k)).astype(np.float32) / 64
+        y = _core.kernels_cuda.w8_linear(
+            x, codes, stored, None, None, n, k, dtype=dtype, scale_dtype=dtype, out_dtype="float32"
+        )
+        expected = x @ w.T * 2.0**-10
+        worst = max(worst, float(np.linalg.norm(y - expected) / np.linalg.norm(expected)))
+    if worst > 1e-5:
+        raise RuntimeError(f"the {dtype} 8-bit linear is off by {worst:.1e}: its speed means nothing")
+    return worst
+
+
+def linears(dtype: str, repeats: int, overlap: bool = False, bits: int = 4) -> list[dict[str, Any]]:
+    """Microseconds of group-128 linears of 4 or 8 bits [{"N", "K", "M", "us", "floor_us"}].
 
     `overlap`: by programmatic dependent launch, a kernel's weights begin to arrive while the one before ends.
     """
-    check_linear(dtype)
+    check_linear(dtype) if bits == 4 else check_bytes(dtype)
     rows = []
     for m in ROWS:
         for n, k in SHAPES:
-            us = _core.kernels_cuda.bench_linear(n, k, m, 128, dtype, overlap=overlap, repeats=repeats)
-            moved = n * k / 2 + n * k / 64 + 2 * m * (n + k)
+            us = _core.kernels_cuda.bench_linear(
+                n, k, m, 128, dtype, overlap=overlap, repeats=repeats, bits=bits
+            )
+            moved = n * k * bits / 8 + n * k / 64 + 2 * m * (n + k)
             floor = max(moved / BANDWIDTH, 2.0 * m * n * k / FLOPS) * 1e6
             rows.append({"N": n, "K": k, "M": m, "us": round(us, 2), "floor_us": round(floor, 2)})
     return rows

@@ -27,6 +27,7 @@ LLAMA3_8B = {
     "tie_word_embeddings": False,
 }
 SHIFT, WINDOWS = 4096, 512  # bytes between the windows of two tensors, and the most tensors
+GROUP = 128
 BLOCK = 1 << 22  # random elements before a file's values repeat
 
 
@@ -36,7 +37,7 @@ class RandomModel:
 
     folder: Path
     model: dict[str, Any]
-    group: int | None  # of 4-bit linears; None: dense
+    bits: int | None  # 4 or 8, in groups of 128: of linears, of 8 also of the output matrix; None: dense
     tensors: list[_core.TensorRef] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -50,33 +51,31 @@ class RandomModel:
             "w_down": (hidden, inter),
         }
         rng = np.random.default_rng(0)
+        elements = max(m["vocab_size"] if self.bits == 8 else 0, 2 * inter) * hidden  # of the largest weight
+        step = 0.032 / 2 ** (self.bits or 4)  # of the codes: weights are of one size at any number of bits
         normal = (rng.standard_normal(BLOCK, np.float32) * 0.02).astype(np.float16)
         self._files = {
             "normal": self._write("normal", normal, 2 * m["vocab_size"] * hidden),
-            "codes": self._write("codes", rng.integers(0, 256, BLOCK, np.uint8), inter * hidden),
+            "codes": self._write(
+                "codes", rng.integers(0, 256, BLOCK, np.uint8), elements * (self.bits or 4) // 8
+            ),
             "scales": self._write(
-                "scales", rng.uniform(0.002, 0.004, BLOCK).astype(np.float16), inter * hidden // 8
+                "scales", rng.uniform(step, 2 * step, BLOCK).astype(np.float16), elements // GROUP * 2
             ),
             "ones": self._write("ones", rng.uniform(0.9, 1.1, hidden).astype(np.float16), 2 * hidden),
         }
         frequencies = (500000.0 ** (-np.arange(0, dim, 2) / dim)).astype(np.float32)
         (self.folder / "rope").write_bytes(frequencies.tobytes())
         self._add("rope.inv_freq", "vector", "float32", (dim // 2,), str(self.folder / "rope"), 0)
-        for name in ("tok_embeddings", "output"):
-            self._dense(name, m["vocab_size"], hidden)
+        self._dense("tok_embeddings", m["vocab_size"], hidden)
+        (self._packed if self.bits == 8 else self._dense)("output", m["vocab_size"], hidden)
         self._window("norm.weight", "vector", "float16", (hidden,), "ones")
         for layer in range(m["num_layers"]):
             prefix = f"layers.{layer}."
             for norm in ("attention_norm", "ffn_norm"):
                 self._window(prefix + norm + ".weight", "vector", "float16", (hidden,), "ones")
             for name, (n, k) in linears.items():
-                if self.group:
-                    tiles = (n // 64, k // 64, 4, 32, 16)
-                    self._window(prefix + name + ".qweight", "w4.n64k64", "uint8", tiles, "codes")
-                    shape = (n // 64, k // self.group, 64)
-                    self._window(prefix + name + ".scales", "group.n64", "float16", shape, "scales")
-                else:
-                    self._dense(prefix + name, n, k)
+                (self._packed if self.bits else self._dense)(prefix + name, n, k)
 
     def _write(self, name: str, values: np.ndarray, nbytes: int) -> Path:
         path = self.folder / name
@@ -96,6 +95,11 @@ class RandomModel:
     def _window(self, name: str, layout: str, dtype: str, shape: tuple[int, ...], source: str) -> None:
         offset = len(self.tensors) % WINDOWS * SHIFT
         self._add(name, layout, dtype, shape, str(self._files[source]), offset)
+
+    def _packed(self, name: str, n: int, k: int) -> None:
+        order = (4, 32, 16) if self.bits == 4 else (4, 8, 2, 64)
+        self._window(name + ".qweight", f"w{self.bits}.n64k64", "uint8", (n // 64, k // 64, *order), "codes")
+        self._window(name + ".scales", "group.n64", "float16", (n // 64, k // GROUP, 64), "scales")
 
     def _dense(self, name: str, n: int, k: int) -> None:
         self._window(name + ".weight", "dense.nk", "float16", (n, k), "normal")

@@ -19,6 +19,7 @@ def render(results: dict[str, Any]) -> str:
         lines.append(f"device-to-device copy: {results['copy_bytes_per_second'] / 1e12:.2f} TB/s")
     for title, section in (
         ("4-bit linears, group 128, us, sum over the four shapes of a Llama-3-8B layer", _linears),
+        ("8-bit linears, likewise", _linears8),
         ("experts of a layer, bfloat16, us", _experts),
         ("decode attention, us a layer", _decodes),
         ("prompt attention, 4096 tokens, us a layer", _prompts),
@@ -54,8 +55,8 @@ def _sums(rows: Iterable[dict[str, Any]], key: str = "us") -> dict[int, float]:
     return sums
 
 
-def _linears(results: dict[str, Any]) -> Iterable[list[Any]]:
-    ours = results.get("linears", {})
+def _linears(results: dict[str, Any], section: str = "linears") -> Iterable[list[Any]]:
+    ours = results.get(section, {})
     first = next(iter(ours.values()), [])
     columns = list(_sums(first))
     yield ["M", *columns]
@@ -66,12 +67,16 @@ def _linears(results: dict[str, Any]) -> Iterable[list[Any]]:
     for dtype, rows in ours.items():
         sums = _sums(rows)
         yield [f"turbomill {dtype}", *(sums[m] for m in columns)]
-    peers = PEERS["w4a16_g128_gemm"]["rows"]
+    peers = PEERS["w4a16_g128_gemm"]["rows"] if section == "linears" else []
     for kernel in sorted({row["kernel"] for row in peers}):
         mine = [row for row in peers if row["kernel"] == kernel]
         sums = _sums(mine)
         whole = {m for m in columns if sum(row["M"] == m for row in mine) == 4}
         yield [kernel, *(sums[m] if m in whole else None for m in columns)]
+
+
+def _linears8(results: dict[str, Any]) -> Iterable[list[Any]]:
+    return _linears(results, "linears8")
 
 
 def _experts(results: dict[str, Any]) -> Iterable[list[Any]]:

@@ -18,7 +18,7 @@ import numpy as np
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), *(str(HERE.parent / folder) for folder in ("engine/native", "models"))]
 
-from w4_packing import pack_codes, pack_params  # noqa: E402
+from store_packing import pack_bytes, pack_codes, pack_params  # noqa: E402
 
 from turbomill import _core  # noqa: E402
 
@@ -107,6 +107,23 @@ def linears() -> None:
         gpu.dense_linear(normal(rows, k), normal(n, k), normal(n), dtype="float16", out_dtype="float16")
 
 
+def linears8() -> None:
+    types = {"dtype": "float16", "scale_dtype": "float16"}
+    for n, k, group in ((80, 192, 32), (200, 320, 64)):
+        shape = (n, -(-k // 64) * 64 // group)
+        codes = pack_bytes(rng.integers(0, 256, (n, k), dtype=np.uint8))
+        scales = halves(pack_params(rng.uniform(0.001, 0.01, shape).astype(np.float32)))
+        beside = halves(pack_params(rng.integers(0, 256, shape).astype(np.float32)))
+        for zeros, mins in ((None, None), (beside, None), (None, beside)):
+            weight = (codes, scales, zeros, mins, n, k)
+            for rows in (3, 12, 20, 70):
+                for splits in (1, 3):
+                    options = {"out_dtype": "float16", "way": "in_place", "splits": splits}
+                    gpu.w8_linear(normal(rows, k), *weight, **types, **options)
+            gpu.w8_linear(normal(70, k), *weight, **types, out_dtype="float16", way="as_dense", room=128 * k)
+            gpu.embed_w8([0, n - 1, -1], [5], *weight, scale_dtype="float16")
+
+
 def fused() -> None:
     """Every plan's kernel, whole and with K split."""
     types = {"dtype": "float16", "scale_dtype": "float16", "out_dtype": "float16"}
@@ -169,6 +186,7 @@ GROUPS: list[Callable[[], None]] = [
     attention_variants,
     attention_parts,
     linears,
+    linears8,
     fused,
     experts,
     sampling,

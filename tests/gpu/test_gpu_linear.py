@@ -5,7 +5,7 @@ from __future__ import annotations
 import gpu_tolerance
 import numpy as np
 import pytest
-from w4_packing import pack_codes, pack_params
+from store_packing import pack_codes, pack_params
 
 from turbomill import _core
 

@@ -172,9 +172,11 @@ def write_model(
     config: Any,
     kind: Callable[[str], Q] = lambda _name: Q.F32,
     change: Callable[[State, Any], State] = lambda state, _config: state,
+    vocabulary: Q = Q.F32,
 ) -> dict[str, Tensor]:
     """The dense checkpoint of case `name` as a GGUF file. `kind` chooses the type of each matrix of a layer,
-    by its GGUF name. Returns what each tensor of the file stands for, under its GGUF name."""
+    by its GGUF name; `vocabulary` is that of the embedding and the output matrix. Returns what each tensor of
+    the file stands for, under its GGUF name."""
     arch = ARCHS[name]
     state = {key: value.float() for key, value in load_file(checkpoint / "model.safetensors").items()}
     state = change(REORDERED.get(name, lambda state, _config: state)(state, config), config)
@@ -189,6 +191,8 @@ def write_model(
         target = f"{found}.{suffix}"
         matrix = value.dim() > 1 and target.startswith("blk.") and "gate_inp" not in target
         chosen = kind(target) if matrix else Q.F32
+        if base.endswith(("embed_tokens", "lm_head")):
+            chosen = vocabulary
         data = value.contiguous().numpy()
         encoded = data if chosen == Q.F32 else gguf.quants.quantize(data, chosen)
         writer.add_tensor(target, encoded, raw_dtype=chosen)

@@ -64,7 +64,7 @@ CudaBackend::CudaBackend(const ModelConfig& model, const EngineConfig& config, c
       type_(activation_type(weights)),
       weights_(weights, type_, stream_),
       stored_(weights),
-      linear_(type_, weights_.largest_unfused(), stream_),
+      linear_(type_, weights_.largest_unfused(), weights_.largest_w8(), stream_),
       layout_(model, config),
       cache_bytes_(cache_memory(layout_, config)),
       caches_(cache_views(layout_, config)),
@@ -171,7 +171,7 @@ void CudaBackend::wake() {
     check(cudaSetDevice(device_), "choosing the GPU");
     if (!weights_.held()) {
         weights_ = DeviceWeights(stored_, type_, stream_);
-        embedding_ = weights_.at(table_->dense ? table_->dense : table_->codes);
+        embedding_ = device_view(*table_, weights_);
     }
     if (!cache_bytes_.bytes()) cache_bytes_ = cache_memory(layout_, config_);
     place_cache();

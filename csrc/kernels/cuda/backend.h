@@ -39,7 +39,7 @@ class CudaBackend : public Backend {
     std::unique_ptr<Buffer> allocate_residual(int rows, int columns) override;
     void set_embedding(const Linear& table) override {
         table_ = &table;
-        embedding_ = weights_.at(table.dense ? table.dense : table.codes);
+        embedding_ = device_view(table, weights_);
     }
     void begin_step(const BatchData& batch) override;
     void copy_blocks(const std::vector<BlockCopy>& copies) override;
@@ -113,7 +113,7 @@ class CudaBackend : public Backend {
     DeviceWeights weights_;
     const Weights& stored_;  // what weights_ are copies of
     const Linear* table_ = nullptr;
-    const void* embedding_ = nullptr;
+    DeviceLinear embedding_;
     LinearRunner linear_;
     const CacheLayout layout_;
     DeviceMemory cache_bytes_;

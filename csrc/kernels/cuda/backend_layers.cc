@@ -10,8 +10,13 @@
 namespace turbomill::cuda {
 
 void CudaBackend::embed(Buffer& x) {
-    cuda::embed(type_, embedding_, step_.ids(), last_token_.as<int>(), model_.embedding_scale,
-                static_cast<float*>(x.data()), step_.tokens, model_.hidden_size, stream_);
+    auto* target = static_cast<float*>(x.data());
+    if (embedding_.w8.codes)
+        embed_w8(embedding_.w8, step_.ids(), last_token_.as<int>(), model_.embedding_scale, target,
+                 step_.tokens, stream_);
+    else
+        cuda::embed(type_, embedding_.dense, step_.ids(), last_token_.as<int>(), model_.embedding_scale,
+                    target, step_.tokens, model_.hidden_size, stream_);
 }
 
 void CudaBackend::rms_norm(Buffer& x, const std::vector<float>& weight, Buffer& y) {

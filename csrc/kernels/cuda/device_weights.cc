@@ -39,9 +39,9 @@ void add_linears(const Linear& w, size_t count, DType type, std::vector<Copy>& c
     }
     require_even(w);
     const size_t tiles = count * ceil_div(w.n, 64), params = tiles * w.groups * 64;
-    copies.push_back({w.codes, DType::U8, DType::U8, tiles * w.k_tiles * 2048});
-    copies.push_back({w.scales, w.dtype, w.dtype, params});
-    if (w.zeros) copies.push_back({w.zeros, w.dtype, w.dtype, params});
+    copies.push_back({w.codes, DType::U8, DType::U8, tiles * w.k_tiles * 512 * w.bits});
+    for (const void* values : {w.scales, w.zeros, w.mins})
+        if (values) copies.push_back({values, w.dtype, w.dtype, params});
 }
 
 void add_expanded(const Linear& w, DType type, bool joined, std::vector<Copy>& copies) {
@@ -50,20 +50,30 @@ void add_expanded(const Linear& w, DType type, bool joined, std::vector<Copy>& c
 
 void add_single(const Linear& w, DType type, std::vector<Copy>& copies) {
     if (!w.bias.empty()) copies.push_back({w.bias.data(), DType::F32, DType::F32, w.bias.size()});
-    if (w.dense || !w.plain_only())
-        add_linears(w, 1, type, copies);
-    else
+    if (w.codes && kept(w) == Kept::Dense)
         add_expanded(w, type, false, copies);
+    else
+        add_linears(w, 1, type, copies);
 }
 
 // Experts, which kernels find one behind the other.
 void add_stack(const std::vector<Linear>& experts, DType type, std::vector<Copy>& copies) {
-    if (experts[0].dense || !experts[0].plain_only())
+    if (experts[0].dense || kept_expert(experts[0]) != Kept::Dense)
         return add_linears(experts[0], experts.size(), type, copies);
     for (const Linear& w : experts) add_expanded(w, type, &w != &experts[0], copies);
 }
 
 }  // namespace
+
+Kept kept(const Linear& w) {
+    if (w.dense || !w.order.empty()) return Kept::Dense;
+    if (w.bits == 8) return Kept::W8;
+    return w.mins || w.looked_up ? Kept::Dense : Kept::W4;
+}
+
+Kept kept_expert(const Linear& w) {
+    return kept(w) == Kept::W4 ? Kept::W4 : Kept::Dense;
+}
 
 DType activation_type(const Weights& weights) {
     if (weights.embedding.dtype != DType::F32) return weights.embedding.dtype;
@@ -80,9 +90,10 @@ DeviceWeights::DeviceWeights(const Weights& weights, DType type, cudaStream_t st
     std::vector<Copy> copies;
     weights.each_single([&](const Linear& w) {
         add_single(w, type, copies);
-        if (w.codes && !w.plain_only() &&
-            !w4_fused_fits(type, w.dtype == DType::BF16, w.k, w.group, w.groups))
-            largest_unfused_ = std::max(largest_unfused_, size_t(w.n) * w.k);
+        const size_t elements = size_t(w.n) * w.k;
+        if (kept(w) == Kept::W8) largest_w8_ = std::max(largest_w8_, elements);
+        if (kept(w) == Kept::W4 && !w4_fused_fits(type, w.dtype == DType::BF16, w.k, w.group, w.groups))
+            largest_unfused_ = std::max(largest_unfused_, elements);
     });
     weights.each_stack([&](const std::vector<Linear>& experts) { add_stack(experts, type, copies); });
     weights.each_vector([&](const std::vector<float>& v) {

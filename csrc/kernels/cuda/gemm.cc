@@ -35,8 +35,8 @@ cudaDataType_t data_type(DType type) {
 }
 
 struct Layout {
-    Layout(DType type, int rows, int columns) {  // column-major, dense
-        check(cublasLtMatrixLayoutCreate(&handle, data_type(type), rows, columns, rows), "layout");
+    Layout(DType type, int rows, int columns, int stride) {  // column-major
+        check(cublasLtMatrixLayoutCreate(&handle, data_type(type), rows, columns, stride), "layout");
     }
     ~Layout() { cublasLtMatrixLayoutDestroy(handle); }
     Layout(const Layout&) = delete;
@@ -47,8 +47,8 @@ struct Layout {
 
 // A shape's operands as cuBLAS sees them, column-major: y^T [N, rows] = w^T^T [N, K] x^T [K, rows].
 struct Plan {
-    Plan(cublasLtHandle_t lt, DType type, DType out, int rows, int n, int k)
-        : w(type, k, n), x(type, k, rows), y(out, n, rows) {
+    Plan(cublasLtHandle_t lt, DType type, DType out, int rows, int n, int k, int stride)
+        : w(type, k, n, k), x(type, k, rows, k), y(out, n, rows, stride) {
         check(cublasLtMatmulDescCreate(&op, CUBLAS_COMPUTE_32F, CUDA_R_32F), "operation");
         const cublasOperation_t transpose = CUBLAS_OP_T;
         check(cublasLtMatmulDescSetAttribute(op, CUBLASLT_MATMUL_DESC_TRANSA, &transpose, sizeof transpose),
@@ -87,17 +87,17 @@ struct Gemm::State {
 
     cublasLtHandle_t handle = nullptr;
     DeviceMemory workspace;
-    std::map<std::tuple<DType, DType, int, int, int>, std::unique_ptr<Plan>> plans;
+    std::map<std::tuple<DType, DType, int, int, int, int>, std::unique_ptr<Plan>> plans;
 };
 
 Gemm::Gemm() : state_(std::make_unique<State>()) {}
 Gemm::~Gemm() = default;
 
 void Gemm::operator()(DType type, DType out, const void* w, const void* x, void* y, int rows, int n, int k,
-                      cudaStream_t stream) {
+                      int stride, cudaStream_t stream) {
     if (rows == 0) return;
-    auto& plan = state_->plans[{type, out, rows, n, k}];
-    if (!plan) plan = std::make_unique<Plan>(state_->handle, type, out, rows, n, k);
+    auto& plan = state_->plans[{type, out, rows, n, k, stride}];
+    if (!plan) plan = std::make_unique<Plan>(state_->handle, type, out, rows, n, k, stride);
     const float one = 1.f, zero = 0.f;
     check(cublasLtMatmul(state_->handle, plan->op, &one, w, plan->w.handle, x, plan->x.handle, &zero, y,
                          plan->y.handle, y, plan->y.handle, &plan->algorithm, state_->workspace.as(),

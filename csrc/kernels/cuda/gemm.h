@@ -15,9 +15,9 @@ class Gemm {
     ~Gemm();
 
     // y [rows, N] = x [rows, K] w [N, K]^T; x and w in `type`, y in `out` (`type` or F32). The algorithm is
-    // chosen at a shape's first use and kept.
+    // chosen at a shape's first use and kept. `stride`: elements from one row of y to the next, N or more.
     void operator()(DType type, DType out, const void* w, const void* x, void* y, int rows, int n, int k,
-                    cudaStream_t stream);
+                    int stride, cudaStream_t stream);
 
   private:
     struct State;

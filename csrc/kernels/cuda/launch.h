@@ -101,6 +101,17 @@ struct W4View {
     int k_tiles, groups, group;
 };
 
+// A w8 weight on the device, in the store's layout: (code - zero) * scale, or code * scale + min.
+struct W8View {
+    const uint8_t* codes;  // [N/64, k_tiles, 4096]
+    const void* scales;    // [N/64, groups, 64], pair order
+    const void* zeros;     // as scales; null: 128
+    const void* mins;      // as scales, in place of zeros; or null
+    bool bf16_params;      // type of scales, zeros and minima: bfloat16, else float16
+    int n, k;              // logical
+    int k_tiles, groups, group;
+};
+
 // While one lives, the kernels that its thread launches start when those before them have ended
 // (overlap.cuh).
 class NoOverlap {
@@ -282,6 +293,18 @@ bool w4_fused_fits(DType type, const W4View& w, const void* x);
 // eights.
 void w4_fused(DType type, DType out, const W4View& w, const void* x, const float* bias, void* y, int rows,
               const W4Plan& plan, int multiprocessors, bool overlap, cudaStream_t stream, bool gated = false);
+
+// Whether w8_rows takes this weight with these activations.
+bool w8_rows_fits(const W8View& w, const void* x);
+// y [rows, N] = x [rows, K] w^T + bias, T 16-bit; y in T, or fp32 when `out` is F32. The weight is read once
+// for each 128 rows; up to 32 it is not rounded. `splits` of K: 0 chooses. `overlap`: as for w4_fused.
+void w8_rows(DType type, DType out, const W8View& w, const void* x, const float* bias, void* y, int rows,
+             int splits, const W4Workspace& workspace, bool overlap, cudaStream_t stream);
+// dense [rows, K] = rows of the weight from `first` on, a multiple of 64, in T, rounded
+void w8_dequantize(DType type, const W8View& w, int first, int rows, void* dense, cudaStream_t stream);
+// As embed(), of a table with codes: x [T, K] fp32, nothing rounded before the product.
+void embed_w8(const W8View& w, const int* ids, const int* last_token, float factor, float* x, int rows,
+              cudaStream_t stream);
 
 // Writes to memory that nobody has: every call on the device's context fails from then on. For tests.
 void illegal_access(cudaStream_t stream);

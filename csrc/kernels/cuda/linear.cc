@@ -7,38 +7,47 @@
 namespace turbomill::cuda {
 namespace {
 
-constexpr size_t kPartialFloats = size_t(2) << 20;
+constexpr size_t kPartialFloats = size_t(4) << 20;
 constexpr int kCounters = 1 << 16;  // tiles of 64 rows of N: more than any vocabulary needs
 
 constexpr int kFewestGated =
     9;  // rows from which the gate is fused: with fewer, that was measured to be slower
 
+constexpr int kMostOverlappingW8 = 32;  // rows: with more, overlapping was measured to be slower
+
 const char* const kAdvice = "lower cache_max_entry_count";
 
-}  // namespace
-
-DeviceLinear device_view(const Linear& w, const DeviceWeights& weights) {
+DeviceLinear view_of(const Linear& w, Kept kept, const DeviceWeights& weights) {
     DeviceLinear view;
     view.n = w.n;
     view.k = w.k;
     view.bias = weights.at(w.bias);
-    if (w.dense || w.plain_only()) {
+    if (kept == Kept::Dense) {
         view.dense = weights.at(w.dense ? w.dense : w.codes);
         return view;
     }
-    view.w4 = {static_cast<const uint8_t*>(weights.at(w.codes)),
-               weights.at(w.scales),
-               w.zeros ? weights.at(w.zeros) : nullptr,
-               w.dtype == DType::BF16,
-               w.n,
-               w.k,
-               w.k_tiles,
-               w.groups,
-               w.group};
+    const auto* codes = static_cast<const uint8_t*>(weights.at(w.codes));
+    const void *scales = weights.at(w.scales), *zeros = w.zeros ? weights.at(w.zeros) : nullptr,
+               *mins = w.mins ? weights.at(w.mins) : nullptr;
+    const bool bf16 = w.dtype == DType::BF16;
+    if (kept == Kept::W4)
+        view.w4 = {codes, scales, zeros, bf16, w.n, w.k, w.k_tiles, w.groups, w.group};
+    else
+        view.w8 = {codes, scales, zeros, mins, bf16, w.n, w.k, w.k_tiles, w.groups, w.group};
     return view;
 }
 
-LinearRunner::LinearRunner(DType type, size_t largest_unfused, cudaStream_t stream)
+}  // namespace
+
+DeviceLinear device_view(const Linear& w, const DeviceWeights& weights) {
+    return view_of(w, kept(w), weights);
+}
+
+DeviceLinear expert_view(const Linear& w, const DeviceWeights& weights) {
+    return view_of(w, kept_expert(w), weights);
+}
+
+LinearRunner::LinearRunner(DType type, size_t largest_unfused, size_t largest_w8, cudaStream_t stream)
     : type_(type), stream_(stream) {
     int device = 0, multiprocessors = 0;
     check(cudaGetDevice(&device), "cudaGetDevice");
@@ -46,10 +55,11 @@ LinearRunner::LinearRunner(DType type, size_t largest_unfused, cudaStream_t stre
           "counting multiprocessors");
     workspace_ = {};
     workspace_.multiprocessors = multiprocessors;
-    if (!largest_unfused) return;
+    const size_t largest = std::max(largest_unfused, std::min(largest_w8, kW8Dense));
+    if (!largest) return;
     partial_ = DeviceMemory(kPartialFloats * 4, "the partial sums", kAdvice);
     counters_ = DeviceMemory(kCounters * 4, "the counters", kAdvice);
-    dense_ = DeviceMemory(largest_unfused * dtype_bytes(type), "the dequantized weight", kAdvice);
+    dense_ = DeviceMemory(largest * dtype_bytes(type), "the dequantized weight", kAdvice);
     check(cudaMemsetAsync(counters_.as(), 0, counters_.bytes(), stream), "clearing counters");
     workspace_ = {partial_.as<float>(), kPartialFloats, counters_.as<unsigned>(), kCounters, multiprocessors};
 }
@@ -57,6 +67,11 @@ LinearRunner::LinearRunner(DType type, size_t largest_unfused, cudaStream_t stre
 void LinearRunner::operator()(const DeviceLinear& w, const void* x, int rows, void* y, DType out) {
     if (w.dense) {
         dense(w.dense, w, x, rows, y, out);
+    } else if (w.w8.codes) {
+        if (rows <= kW8InPlace && w8_rows_fits(w.w8, x))
+            w8_in_place(w, x, rows, y, out);
+        else
+            w8_as_dense(w, x, rows, y, out);
     } else if (w4_fused_fits(type_, w.w4, x)) {
         w4_fused(w, x, rows, y, out,
                  choose_w4_plan(w.n, w.k, rows, workspace_.multiprocessors, overlaps(rows)));
@@ -68,7 +83,7 @@ void LinearRunner::operator()(const DeviceLinear& w, const void* x, int rows, vo
 }
 
 bool LinearRunner::silu_gated(const DeviceLinear& w, const void* x, int rows, void* y) {
-    if (w.dense || rows < kFewestGated || !w4_fused_fits(type_, w.w4, x) || w.n % 16) return false;
+    if (!w.w4.codes || rows < kFewestGated || !w4_fused_fits(type_, w.w4, x) || w.n % 16) return false;
     const W4Plan plan = choose_w4_plan(w.n, w.k, rows, workspace_.multiprocessors, overlaps(rows));
     cuda::w4_fused(type_, type_, w.w4, x, w.bias, y, rows, plan, workspace_.multiprocessors, overlaps(rows),
                    stream_, true);
@@ -94,9 +109,29 @@ void LinearRunner::w4_as_dense(const DeviceLinear& w, const void* x, int rows, v
     dense(dense_.as(), w, x, rows, y, out);
 }
 
+void LinearRunner::w8_in_place(const DeviceLinear& w, const void* x, int rows, void* y, DType out,
+                               int splits) {
+    const bool overlap = overlaps(rows) && rows <= kMostOverlappingW8;
+    w8_rows(type_, out, w.w8, x, w.bias, y, rows, splits, workspace_, overlap, stream_);
+}
+
+void LinearRunner::w8_as_dense(const DeviceLinear& w, const void* x, int rows, void* y, DType out) {
+    const size_t room = dense_.bytes() / dtype_bytes(type_) / w.k;
+    // Pieces whose results cuBLASLt finds aligned.
+    const int piece = room >= size_t(w.n) ? w.n : int(room / 128 * 128);
+    if (!piece) throw std::logic_error("no workspace for a dequantized weight");
+    for (int first = 0; first < w.n; first += piece) {
+        const int count = std::min(piece, w.n - first);
+        w8_dequantize(type_, w.w8, first, count, dense_.as(), stream_);
+        gemm_(type_, out, dense_.as(), x, static_cast<uint8_t*>(y) + size_t(first) * dtype_bytes(out), rows,
+              count, w.k, w.n, stream_);
+    }
+    if (w.bias) add_bias(out, y, w.bias, rows, w.n, stream_);
+}
+
 void LinearRunner::dense(const void* matrix, const DeviceLinear& w, const void* x, int rows, void* y,
                          DType out) {
-    gemm_(type_, out, matrix, x, y, rows, w.n, w.k, stream_);
+    gemm_(type_, out, matrix, x, y, rows, w.n, w.k, w.n, stream_);
     if (w.bias) add_bias(out, y, w.bias, rows, w.n, stream_);
 }
 

@@ -20,9 +20,9 @@ MoeRunner::MoeRunner(const ModelConfig& model, const Weights& weights, int token
     for (const auto& layer : weights.layers) {
         if (!layer.moe) continue;
         const Linear& gate = layer.moe->shared_gate;
-        if (gate.n && !gate.dense && !gate.plain_only())
+        if (gate.n && kept(gate) != Kept::Dense)
             throw std::invalid_argument(
-                "the gate of a shared expert has 4 bits: the cuda backend needs more");
+                "the gate of a shared expert is quantized: the cuda backend needs it in 16 bits");
     }
     const size_t t = tokens, pairs = t * model.experts_per_token, size = dtype_bytes(type);
     const size_t inter = model.expert_intermediate_size, shared = model.shared_expert_intermediate_size;
@@ -57,8 +57,8 @@ void MoeRunner::operator()(const Moe& moe, const DeviceWeights& weights, LinearR
     linear(device_view(moe.router, weights), x, rows, logits_.as(), DType::F32);
     moe_route(logits_.as<float>(), model_.norm_topk_prob, routing, stream_);
     moe_gather(type_, x, routing, h, sorted_.as(), stream_);
-    experts(device_view(moe.gate_up[0], weights), sorted_.as(), all, hidden_.as(), true);
-    experts(device_view(moe.down[0], weights), hidden_.as(), all, sorted_.as(), false);
+    experts(expert_view(moe.gate_up[0], weights), sorted_.as(), all, hidden_.as(), true);
+    experts(expert_view(moe.down[0], weights), hidden_.as(), all, sorted_.as(), false);
     const void* shared =
         model_.shared_expert_intermediate_size ? shared_expert(moe, weights, linear, x, rows) : nullptr;
     moe_combine(type_, sorted_.as(), routing, shared_gate_.as<float>(), shared, h, y, stream_);

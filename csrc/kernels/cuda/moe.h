@@ -11,7 +11,7 @@ namespace turbomill::cuda {
 class MoeRunner {
   public:
     // Takes workspaces for steps of up to `tokens` tokens; none for a model without experts. Throws
-    // std::invalid_argument for a gate of the shared expert that is packed in 4 bits.
+    // std::invalid_argument for a gate of the shared expert that is quantized.
     MoeRunner(const ModelConfig& model, const Weights& weights, int tokens, DType type, int multiprocessors,
               cudaStream_t stream);
 

@@ -1,4 +1,4 @@
-"""The store's 4-bit layouts by indexing, from ARCHITECTURE.md's text, fast enough for large weights."""
+"""The store's packed layouts by indexing, from FORMAT.md's text, fast enough for large weights."""
 
 from __future__ import annotations
 
@@ -19,6 +19,19 @@ def pack_codes(codes: np.ndarray) -> np.ndarray:
     low, high = split[:, :, 0], split[:, :, 1]  # [bn, s, g, bk, j, column]
     both = (low | high << 4)[..., _COLUMNS]  # [bn, s, g, bk, j, t, byte]
     return np.ascontiguousarray(both.transpose(0, 3, 1, 2, 5, 4, 6)).reshape(tiles_n, tiles_k, 4, 32, 16)
+
+
+def pack_bytes(codes: np.ndarray) -> np.ndarray:
+    """Codes [N, K] of up to 8 bits -> uint8 [Np/64, Kp/64, 4, 8, 2, 64]."""
+    n, k = codes.shape
+    tiles_n, tiles_k = -(-n // 64), -(-k // 64)
+    padded = np.zeros((tiles_n * 64, tiles_k * 64), np.uint8)
+    padded[:n, :k] = codes
+    # Row 64 bn + 16 s + 8 h + g, column 64 bk + 16 j + 8 u + 2 t + v.
+    split = padded.reshape(tiles_n, 4, 2, 8, tiles_k, 4, 2, 4, 2)  # [bn, s, h, g, bk, j, u, t, v]
+    return np.ascontiguousarray(split.transpose(0, 4, 1, 3, 2, 7, 5, 8, 6)).reshape(
+        tiles_n, tiles_k, 4, 8, 2, 64
+    )
 
 
 def pack_params(values: np.ndarray) -> np.ndarray:
