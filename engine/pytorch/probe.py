@@ -6,7 +6,6 @@ field that all models share; its logits tell.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +20,6 @@ from turbomill.errors import CheckpointError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-logger = logging.getLogger("turbomill.engine")
 
 KNOWN_LAYERS = ("full_attention", "sliding_attention")
 BLOCK_LEN = 4

@@ -1,4 +1,4 @@
-"""The native engine, nothing doubled: store, engine, pipeline, server, terminal; openai's SDK is the client."""
+"""The native engine, nothing doubled: store, engine, pipeline, server, terminal; the openai SDK as client."""
 
 import asyncio
 import json
