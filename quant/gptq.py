@@ -33,7 +33,7 @@ def round_columns(weight: Tensor, hessian: Tensor, grid: Grid, damping: float = 
         zeros = grid.zeros[rows].to(weight.dtype).T[group].contiguous()  # [K, n]
         return _solve(rest, scales, zeros, factor, grid.spec.top)
 
-    parts = spread(solve, row_parts(weight.shape[0]), weight.device)
+    parts = spread(solve, row_parts(weight.shape[0], weight.device), weight.device)
     restored = torch.empty_like(weight.T)
     restored[order] = torch.cat(parts, dim=1)
     return Quantized(restored.T.contiguous(), grid)

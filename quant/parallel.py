@@ -40,12 +40,16 @@ def _pool(threads: int) -> ThreadPoolExecutor:
 
 
 ROWS = 768  # of a weight in work together: they stay in the cache
+ROWS_GPU = 1 << 15  # there the number of launches counts, not what fits a cache
 
 
-def row_parts(rows: int) -> list[slice]:
-    """An even number of equal parts of at most ROWS rows. Not the machine's number of threads: a result must
-    not depend on it."""
-    count = 2 * -(-rows // (2 * ROWS))
+def row_parts(rows: int, device: torch.device) -> list[slice]:
+    """Equal parts of at most so many rows as suit the device, an even number on a CPU. Not the machine's
+    number of threads: a result must not depend on it."""
+    if device.type == "cpu":
+        count = 2 * -(-rows // (2 * ROWS))
+    else:
+        count = -(-rows // ROWS_GPU)
     step = -(-rows // count)
     return [slice(at, min(at + step, rows)) for at in range(0, rows, step)]
 

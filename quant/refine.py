@@ -30,7 +30,7 @@ def refine(weight: Tensor, hessian: Tensor, quantized: Quantized, passes: int, d
             codes = descend(part, damped, codes, grid)
         return codes, grid.scales
 
-    done = spread(improve, row_parts(weight.shape[0]), weight.device)
+    done = spread(improve, row_parts(weight.shape[0], weight.device), weight.device)
     grid = Grid(torch.cat([scales for _, scales in done]), quantized.grid.zeros, quantized.grid.spec)
     return Quantized(torch.cat([codes for codes, _ in done]), grid)
 

@@ -78,7 +78,9 @@ def test_an_estimate_comes_before_the_work(tiny, text_file, tmp_path, monkeypatc
 
 
 def test_estimates_follow_the_shapes(tmp_path, text_file, monkeypatch):
-    monkeypatch.setattr(estimate_module, "_speeds", lambda _device: (1e10, 1e8))  # not those of the moment
+    monkeypatch.setattr(
+        estimate_module, "_speeds", lambda _device: (1e10, 1e8, 1e-6)
+    )  # not those of the moment
     path = make_model(tmp_path / "m", hidden=256, inter=1024, num_hidden_layers=4)
     checkpoint, cpu = open_checkpoint(path), torch.device("cpu")
     options = options_of(text_file, spool=False)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from turbomill.quant.parallel import ROWS, row_parts, spread, workers
+from turbomill.quant.parallel import ROWS, ROWS_GPU, row_parts, spread, workers
 
 CPU = torch.device("cpu")
 
@@ -28,8 +28,10 @@ def test_the_first_exception_is_raised() -> None:
         spread(fail, range(10), CPU)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 7, 576, 2 * ROWS, 2 * ROWS + 1, 28672])
-def test_row_parts_cover_every_row_once(rows) -> None:
-    parts = row_parts(rows)
+@pytest.mark.parametrize("rows", [1, 2, 7, 576, 2 * ROWS, 2 * ROWS + 1, 28672, 2 * ROWS_GPU + 3])
+@pytest.mark.parametrize(("device", "most"), [("cpu", ROWS), ("cuda", ROWS_GPU)])
+def test_row_parts_cover_every_row_once(rows, device, most) -> None:
+    parts = row_parts(rows, torch.device(device))
     assert [row for part in parts for row in range(part.start, part.stop)] == list(range(rows))
-    assert all(part.stop - part.start <= ROWS for part in parts)
+    assert all(part.stop - part.start <= most for part in parts)
+    assert len(parts) <= -(-rows // most) + 1
