@@ -58,7 +58,7 @@ class PytorchEngine(EngineFront):
         logger.info("device %s: %s", device, chosen)
         with cpu_threads(self.config.num_threads):
             network = self.source.load(self._dtype, device)
-            found = probe(network)
+            found = probe(network, self.source.path)
         paged = found.layers is not None
         if not paged and self.config.strict:
             raise UnsupportedModelError(

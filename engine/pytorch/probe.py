@@ -7,6 +7,7 @@ field that all models share; its logits tell.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,8 +53,11 @@ def set_attention(model: PreTrainedModel, implementation: str) -> None:
     model.set_attn_implementation(implementation)
 
 
-def probe(model: PreTrainedModel) -> Probe:
-    """Find out, and leave the model ready for the way that was found."""
+def probe(model: PreTrainedModel, path: Path) -> Probe:
+    """Find out, and leave the model, of the checkpoint at `path`, ready for the way that was found.
+
+    Raises CheckpointError for logits that are not finite, UnsupportedModelError when no way is right.
+    """
     embeddings: Any = model.get_input_embeddings()
     rows = int(embeddings.weight.shape[0])
     texts = [[(7919 * i + 101 * length) % rows for i in range(length)] for length in LENGTHS]
@@ -62,7 +66,7 @@ def probe(model: PreTrainedModel) -> Probe:
     expected = [output.logits[0].float() for output in found]
     if not all(logits.isfinite().all() for logits in expected):
         raise CheckpointError(
-            f"{type(model).__name__}: its logits are not finite: the weights are damaged, or "
+            f"{path}: its logits are not finite: the weights are damaged, or "
             f"{str(model.dtype).removeprefix('torch.')} cannot hold what they give"
         )
     cache = found[0].get("cache") or found[0].get("past_key_values")
@@ -77,7 +81,7 @@ def probe(model: PreTrainedModel) -> Probe:
         layers, reason = None, " ".join(str(error).split()) or type(error).__name__
         if model.config._attn_implementation == IMPLEMENTATION:
             set_attention(model, before or "eager")
-    in_pieces = layers is not None or _check_own(model, texts, expected)
+    in_pieces = layers is not None or _check_own(model, path, texts, expected)
     return Probe(layers, reason, expected[0].shape[1], token_bytes, in_pieces)
 
 
@@ -106,7 +110,8 @@ def _find_layers(model: PreTrainedModel, text: list[int]) -> Layers:
             raise _UnfitError(f"{names[module]} attends to {k.shape[1]} keys of {q.shape[1]} tokens")
         heads[names[module]] = (k.shape[0], k.shape[2]), (v.shape[0], v.shape[2])
         windows.append(options["window"])
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(0, 1)
+        found = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return found.transpose(0, 1).contiguous()
 
     with torch.inference_mode(), attending(record):
         ids = torch.tensor([text], device=model.device)
@@ -130,13 +135,13 @@ def _compare(model: PreTrainedModel, layers: Layers, texts: list[list[int]], exp
         )
 
 
-def _check_own(model: PreTrainedModel, texts: list[list[int]], expected: list[Tensor]) -> bool:
+def _check_own(model: PreTrainedModel, path: Path, texts: list[list[int]], expected: list[Tensor]) -> bool:
     """Whether the model's code continues texts in pieces. Raises UnsupportedModelError when not by tokens."""
     for in_pieces in (True, False):
         if not _difference(OwnCacheRunner(model, in_pieces), texts, expected):
             return in_pieces
     raise UnsupportedModelError(
-        f"{type(model).__name__}: transformers' code does not continue a text from its own cache"
+        f"{path}: transformers' code of {type(model).__name__} does not continue a text from its own cache"
     )
 
 
@@ -172,5 +177,6 @@ def _difference(runner: Runner, texts: list[list[int]], expected: list[Tensor]) 
 def _cache_bytes(cache: Any) -> int:
     """Of the tensors in transformers' cache, whatever its layers hold."""
     layers = getattr(cache, "layers", None) or [cache]
-    tensors = [value for layer in layers for value in vars(layer).values() if isinstance(value, Tensor)]
+    fields = [value for layer in layers for value in getattr(layer, "__dict__", {}).values()]
+    tensors = [value for value in fields if isinstance(value, Tensor)]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -166,5 +166,5 @@ class OwnCacheRunner(Runner):
                 **given,
                 **self._keep(kept),
             )
-        piece.sequence.state = found[self._cache_name]
+        piece.sequence.state = getattr(found, self._cache_name, None)
         return self._logits(found.logits, kept)

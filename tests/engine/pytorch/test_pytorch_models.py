@@ -12,6 +12,7 @@ import torch
 from architectures import CASES
 from gguf_models import write_model
 from quantized_models import quantized
+from safetensors.torch import load_file, save_file
 from torch_models import OWN, PAGED, engine, logits_of, make, text
 
 from turbomill.convert.checkpoint import open_checkpoint
@@ -19,8 +20,9 @@ from turbomill.convert.formats.awq import AwqFormat
 from turbomill.convert.linear import QuantScheme
 from turbomill.convert.reference import load_dense_model
 from turbomill.convert.store import convert_checkpoint
-from turbomill.engine.config import GenerationConfig
-from turbomill.errors import UnsupportedModelError
+from turbomill.engine.config import EngineConfig, GenerationConfig
+from turbomill.engine.pytorch.engine import PytorchEngine
+from turbomill.errors import CheckpointError, UnsupportedModelError
 
 
 async def generate(engine: Any, prompt: list[int], count: int) -> list[int]:
@@ -120,10 +122,26 @@ def test_what_attention_cannot_do_is_found_out(tmp_path: Path, monkeypatch: pyte
         shifted = torch.cat([x[:, :1], x[:, :-1]], 1) if x.shape[1] > 1 else x
         return plain(self, x + shifted)
 
-    make("olmo2", tmp_path)
-    with engine(tmp_path) as e:
+    path = tmp_path / "olmo2"
+    make("olmo2", path)
+    with engine(path) as e:
         assert e.info.kv_cache == "float32"
     monkeypatch.setattr(modeling_olmo2.Olmo2MLP, "forward", mixes_tokens)
     # Not even its own cache continues such a text.
-    with pytest.raises(UnsupportedModelError, match="does not continue a text"), engine(tmp_path):
+    with pytest.raises(UnsupportedModelError, match=r"olmo2: .* does not continue a text"), engine(path):
+        pass
+
+
+def test_states_that_transformers_keeps_elsewhere_are_refused(tmp_path: Path) -> None:
+    make("rwkv", tmp_path / "rwkv")
+    with pytest.raises(UnsupportedModelError, match=r"rwkv: .*RwkvForCausalLM does not continue"):
+        PytorchEngine(tmp_path / "rwkv", EngineConfig(session_len=64, device="cpu"))
+
+
+def test_damaged_weights_are_told_at_the_start(tmp_path: Path) -> None:
+    make("gpt2", tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    state["transformer.ln_f.weight"][3] = torch.inf
+    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match="its logits are not finite"), engine(tmp_path):
         pass

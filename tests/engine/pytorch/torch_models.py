@@ -28,11 +28,17 @@ SIZES: dict[str, Any] = {
 GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256}
 KV = {"num_key_value_heads": 2}
 IDS = {"bos_token_id": None, "eos_token_id": 256, "pad_token_id": None}
-# Over the paged attention: learned positions, parallel blocks, windows, sinks in the softmax, latent heads.
+# Over the paged attention: learned positions, parallel blocks, layers that share keys, windows, sinks in the
+# softmax, latent heads.
 PAGED: dict[str, dict[str, Any]] = {
     "gpt2": GPT2,
     "opt": {"ffn_dim": 128, "word_embed_proj_dim": 64, "pad_token_id": 1},
     "gpt_neox": {"rotary_pct": 0.5},
+    "gemma3n_text": {
+        **{"num_kv_shared_layers": 1, "layer_types": ["full_attention"] * 2, "laurel_rank": 8, **KV},
+        **{"vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 16, "altup_num_inputs": 2},
+        **{"activation_sparsity_pattern": [0.0, 0.0], "head_dim": 16},
+    },
     "olmo2": KV,
     "granite": KV | {"attention_multiplier": 0.2, "logits_scaling": 2.0},
     "starcoder2": KV | {"sliding_window": 13},
