@@ -107,14 +107,14 @@ def sensitive_layers(
 def conclude(policies: Sequence[KvPolicy]) -> tuple[Verdict, dict[str, Any]]:
     """The verdict on quantizing this model's cache, and the setting to use.
 
-    Recommended is the smallest cache that is safe. The verdict is the best of any quantized cache; with none
-    among `policies` it is that of the unquantized one, which is safe.
+    Recommended is the smallest cache that is safe, of equal ones the one that errs least. The verdict is the
+    best of any quantized cache; with none among `policies` it is that of the unquantized one, which is safe.
     """
     quantized = [p for p in policies if p.quant_policy]
     verdicts = [p.verdict or "safe" for p in quantized]
     best = ORDER[min((ORDER.index(verdict) for verdict in verdicts), default=0)]
     safe = [p for p in policies if p.verdict == "safe"]
-    chosen = min(safe, key=lambda p: p.bytes_per_token)
+    chosen = min(safe, key=lambda p: (p.bytes_per_token, p.kl or 0.0))
     scheme = KvScheme(chosen.quant_policy, chosen.rotation, tuple(chosen.layers_16bit))
     policy = policy_of(scheme)
     return best, {

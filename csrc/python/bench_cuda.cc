@@ -200,6 +200,13 @@ double bench_attention(int batch, int context, int length, int num_heads, int nu
     return time_graph(backend.stream(), 4, repeats, [&](int) { backend.attention(0, *qkv, *out); });
 }
 
+int multiprocessors() {
+    int device = 0, count = 0;
+    check(cudaGetDevice(&device), "cudaGetDevice");
+    check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "counting multiprocessors");
+    return count;
+}
+
 // Bytes a second, read and written together, of a large device-to-device copy.
 double bench_copy() {
     const size_t bytes = size_t(4) << 30;
@@ -233,14 +240,13 @@ void register_bench_cuda(py::module_& m) {
           py::arg("repeats") = 15, py::arg("bits") = 4, py::arg("splits") = 0);
     m.def("bench_w4_plans", &bench_w4_plans, py::arg("n"), py::arg("k"), py::arg("rows"), py::arg("group"),
           py::arg("dtype"), py::arg("plans"), py::arg("overlap") = false, py::arg("repeats") = 9);
-    m.def("multiprocessors", [] {
-        int device = 0, count = 0;
-        check(cudaGetDevice(&device), "cudaGetDevice");
-        check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device),
-              "counting multiprocessors");
-        return count;
-    });
+    m.def("multiprocessors", &multiprocessors);
     m.def("w4_fused_runs", &cuda::w4_fused_runs);
+    m.def("w4_plan", [](int n, int k, int rows, bool overlap) {
+        const auto [kernel, splits] =
+            cuda::choose_w4_plan(n, k, rows, multiprocessors(), cuda::w4_overlaps(rows, overlap));
+        return PlanTuple{kernel.warpgroups, kernel.tokens, kernel.blocks, splits};
+    });
     m.def("w4_kernels", [] {
         std::vector<std::array<int, 3>> kernels;
         for (const auto& kernel : cuda::kW4Kernels)

@@ -77,7 +77,7 @@ def check_bytes(dtype: str) -> float:
 
 
 def linears(dtype: str, repeats: int, overlap: bool = False, bits: int = 4) -> list[dict[str, Any]]:
-    """Microseconds of group-128 linears of 4 or 8 bits [{"N", "K", "M", "us", "floor_us"}].
+    """Microseconds of group-128 linears of 4 or 8 bits [{"N", "K", "M", "us", "floor_us"}]; of 4 bits "plan".
 
     `overlap`: by programmatic dependent launch, a kernel's weights begin to arrive while the one before ends.
     """
@@ -90,7 +90,8 @@ def linears(dtype: str, repeats: int, overlap: bool = False, bits: int = 4) -> l
             )
             moved = n * k * bits / 8 + n * k / 64 + 2 * m * (n + k)
             floor = max(moved / BANDWIDTH, 2.0 * m * n * k / FLOPS) * 1e6
-            rows.append({"N": n, "K": k, "M": m, "us": round(us, 2), "floor_us": round(floor, 2)})
+            entry = {"N": n, "K": k, "M": m, "us": round(us, 2), "floor_us": round(floor, 2)}
+            rows.append(entry | ({"plan": _core.kernels_cuda.w4_plan(n, k, m, overlap)} if bits == 4 else {}))
     return rows
 
 

@@ -18,6 +18,7 @@ TABLE = Path("csrc/kernels/cuda/w4_plans_sm90a.inc")
 # {n, k, rows, overlap, {{warpgroups, tokens, blocks}, splits}},  // microseconds
 ENTRY = re.compile(r"\{(\d+), (\d+), (\d+), (true|false), \{\{\d+, \d+, \d+\}, \d+\}\}")
 MOST_SPLITS = 8
+HALVED = 7  # warpgroups of which two thread blocks have the rows (w4_plan.h); their K is not split
 MOST_OVERLAPPING = 1024  # rows; above, launches do not overlap
 
 Key = tuple[bool, int, int, int]  # overlap, n, k, rows
@@ -29,6 +30,9 @@ def candidates(n: int, k: int, rows: int, multiprocessors: int) -> list[Plan]:
     plans = []
     for warpgroups, tokens, blocks in _core.kernels_cuda.w4_kernels():
         if tokens >= 2 * max(rows, 8) or (tokens < min(rows, 64)) or (tokens == 64 and rows > 512):
+            continue
+        if warpgroups == HALVED:
+            plans.append((warpgroups, tokens, blocks, 1))
             continue
         tiles = -(-n // (64 * warpgroups)) * -(-rows // tokens)
         most = min(MOST_SPLITS, -(-k // 128), max(1, multiprocessors * blocks // tiles))
@@ -72,20 +76,22 @@ def main() -> None:
     check_linear(arguments.dtype)
     entries = read_table(arguments.table)
     multiprocessors = _core.kernels_cuda.multiprocessors()
-    for shape in arguments.shapes.split(","):
+    # Few rows first: what many rows do to the GPU's clock slows what comes after them.
+    for rows, shape, overlap in itertools.product(
+        sorted(map(int, arguments.rows.split(","))), arguments.shapes.split(","), (False, True)
+    ):
+        if overlap and rows > MOST_OVERLAPPING:
+            continue
         n, k = map(int, shape.split("x"))
-        for rows, overlap in itertools.product(map(int, arguments.rows.split(",")), (False, True)):
-            if overlap and rows > MOST_OVERLAPPING:
-                continue
-            plans = candidates(n, k, rows, multiprocessors)
-            times = _core.kernels_cuda.bench_w4_plans(
-                n, k, rows, arguments.group, arguments.dtype, plans, overlap, arguments.repeats
-            )
-            us, (warpgroups, tokens, blocks, splits) = min(zip(times, plans, strict=True))
-            plan = f"{{{{{warpgroups}, {tokens}, {blocks}}}, {splits}}}"
-            line = f"{{{n}, {k}, {rows}, {str(overlap).lower()}, {plan}}},  // {us:.1f} us"
-            entries[overlap, n, k, rows] = line
-            print(line, flush=True)
+        plans = candidates(n, k, rows, multiprocessors)
+        times = _core.kernels_cuda.bench_w4_plans(
+            n, k, rows, arguments.group, arguments.dtype, plans, overlap, arguments.repeats
+        )
+        us, (warpgroups, tokens, blocks, splits) = min(zip(times, plans, strict=True))
+        plan = f"{{{{{warpgroups}, {tokens}, {blocks}}}, {splits}}}"
+        line = f"{{{n}, {k}, {rows}, {str(overlap).lower()}, {plan}}},  // {us:.1f} us"
+        entries[overlap, n, k, rows] = line
+        print(line, flush=True)
     write_table(arguments.table, entries, gpus[0]["name"])
 
 

@@ -89,6 +89,7 @@ def test_w4_as_dense(n: int, k: int, group: int, symmetric: bool, dtype: str) ->
         gpu_tolerance.assert_close(y, x.astype(np.float64) @ w.T, 2 * gpu_tolerance.OUTPUT[dtype])
 
 
+HALVED = 7  # warpgroups, of kernels whose thread blocks share rows of N, and never K
 FUSED_CASES = [
     (15, 64, 32),
     (65, 128, 32),
@@ -98,6 +99,7 @@ FUSED_CASES = [
     (333, 1088, 32),
     (520, 1088, 64),
     (256, 2048, 128),
+    (1160, 512, 128),
 ]
 
 
@@ -119,7 +121,7 @@ def test_w4_fused(fused: list, n: int, k: int, group: int, symmetric: bool, dtyp
     w = gpu_tolerance.rounded(unrounded, dtype).astype(np.float64)
     bias = rng.standard_normal(n).astype(np.float32)
     for number, (warpgroups, tokens, blocks) in enumerate(fused):
-        most = min(8, -(-k // 128))
+        most = 1 if warpgroups == HALVED else min(8, -(-k // 128))
         for splits in {1, min(most, 2 + number % 7)}:
             for rows in {1, tokens, tokens + 1}:
                 x = gpu_tolerance.rounded(rng.standard_normal((rows, k)), dtype)
@@ -150,7 +152,7 @@ def test_w4_fused_gates_as_the_gates_own_kernel(fused: list, n: int, k: int, gro
     _, stored = w4_case(n, k, group, False, dtype)
     bias = rng.standard_normal(n).astype(np.float32)
     for warpgroups, tokens, blocks in fused:
-        for splits in {1, min(3, -(-k // 128))}:
+        for splits in {1, 1 if warpgroups == HALVED else min(3, -(-k // 128))}:
             for rows in (1, tokens + 1):
                 x = gpu_tolerance.rounded(rng.standard_normal((rows, k)), dtype)
                 plan = (warpgroups, tokens, blocks, splits)
@@ -224,7 +226,7 @@ def test_w4_fused_overlapping_launches_wait_for_their_input(fused: list) -> None
 
 def test_w4_fused_refuses_a_plan_without_a_kernel(fused: list) -> None:
     _, stored = w4_case(64, 128, 64, True, "float16")
-    for plan in ((5, 8, 1, 1), (2, 8, 2, 9), (2, 8, 2, 3), (2, 8, 2, 0)):
+    for plan in ((5, 8, 1, 1), (2, 8, 2, 9), (2, 8, 2, 3), (2, 8, 2, 0), (7, 128, 1, 2)):
         with pytest.raises(ValueError, match="w4_fused"):
             _core.kernels_cuda.w4_linear(
                 np.zeros((1, 128), np.float32),

@@ -244,6 +244,11 @@ def test_the_smallest_safe_cache_is_recommended():
     ):
         verdict, recommended = conclude(rows(*verdicts))
         assert (verdict, recommended["quant_policy"]) == (best, chosen)
+    # Of two caches of one size, the one that errs less.
+    int8 = policy(8).model_copy(update={"verdict": "safe", "kl": 0.0004})
+    fp8 = int8.model_copy(update={"name": "fp8", "quant_policy": 16, "kl": 0.007})
+    for both in ([int8, fp8], [fp8, int8]):
+        assert conclude(both)[1]["quant_policy"] == 8
 
 
 def test_policies_are_read():

@@ -92,7 +92,8 @@ __device__ inline void multiply_tiles(const Ring& ring, uint8_t* staging, const 
         FusedJob expert = job.fused;
         expert.y = static_cast<T*>(expert.y) + int64_t(work.first_row) * columns;
         expert.rows = work.rows;
-        fused_store<T, Tokens, S>(staging, expert, work.place, acc);
+        fused_store<T, Tokens, S>(staging, expert, work.place.x * S::kRows + int(threadIdx.x / 128) * 64,
+                                  work.place.y * Tokens, acc);
     }
 }
 

@@ -56,8 +56,7 @@ class LinearRunner {
     void w8_as_dense(const DeviceLinear& w, const void* x, int rows, void* y, DType out);
 
   private:
-    // Of many rows, overlapping kernels were measured to be slower.
-    bool overlaps(int rows) const { return overlap_ && rows <= 1024; }
+    bool overlaps(int rows) const { return w4_overlaps(rows, overlap_); }
     void dense(const void* matrix, const DeviceLinear& w, const void* x, int rows, void* y, DType out);
 
     DType type_;

@@ -13,7 +13,7 @@ FusedMaps fused_maps(DType type, const void* x, int rows, const W4View& w, W4Ker
     const cuuint64_t n_tiles = blocks_for(w.n, 64), k = w.k, k_tiles = w.k_tiles, all_groups = w.groups;
     const auto params = [&](const void* data) {
         return make_map<3>(element, data, {64, all_groups, n_tiles}, {128, all_groups * 128},
-                           {64, cuuint32_t(groups), cuuint32_t(kernel.warpgroups)},
+                           {64, cuuint32_t(groups), cuuint32_t(kernel.block_groups())},
                            CU_TENSOR_MAP_SWIZZLE_NONE);
     };
     FusedMaps maps{};
@@ -22,7 +22,7 @@ FusedMaps fused_maps(DType type, const void* x, int rows, const W4View& w, W4Ker
     // Bytes by eights: no side of a box may have more than 256 elements.
     maps.codes =
         make_map<3>(CU_TENSOR_MAP_DATA_TYPE_FLOAT64, w.codes, {256, k_tiles, n_tiles}, {2048, k_tiles * 2048},
-                    {256, cuuint32_t(tiles), cuuint32_t(kernel.warpgroups)}, CU_TENSOR_MAP_SWIZZLE_NONE);
+                    {256, cuuint32_t(tiles), cuuint32_t(kernel.block_groups())}, CU_TENSOR_MAP_SWIZZLE_NONE);
     maps.scales = params(w.scales);
     if (w.zeros) maps.zeros = params(w.zeros);
     return maps;
@@ -41,8 +41,10 @@ bool w4_fused_fits(DType type, const W4View& w, const void* x) {
 }
 
 void w4_fused(DType type, DType out, const W4View& w, const void* x, const float* bias, void* y, int rows,
-              const W4Plan& plan, int multiprocessors, bool overlap, cudaStream_t stream, bool gated) {
+              const W4Plan& wanted, int multiprocessors, bool overlap, cudaStream_t stream, bool gated) {
     if (rows == 0) return;
+    W4Plan plan = wanted;
+    if (plan.kernel.halved() && out == DType::F32) plan.kernel.warpgroups = 4;  // those write 16 bits alone
     FusedJob job{};
     job.w = w;
     job.bias = bias;
@@ -56,7 +58,7 @@ void w4_fused(DType type, DType out, const W4View& w, const void* x, const float
     job.m_tiles = blocks_for(rows, plan.kernel.tokens);
     job.splits = plan.splits;
     job.direct = plan.splits == 1 && !job.out_fp32;
-    if (plan.splits < 1 || plan.splits > 8 || plan.splits > (w.k_tiles + 1) / 2)
+    if (plan.splits < 1 || plan.splits > plan.kernel.most_splits() || plan.splits > (w.k_tiles + 1) / 2)
         throw std::invalid_argument("w4_fused: K cannot be split into " + std::to_string(plan.splits));
     const bool whole = w.group > 64 || w.groups == 1;
     const FusedMaps maps = fused_maps(type, x, rows, w, plan.kernel, whole);

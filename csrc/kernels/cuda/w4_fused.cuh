@@ -11,84 +11,81 @@
 
 #include "kernels/cuda/gate.cuh"
 #include "kernels/cuda/w4_fused_products.cuh"
+#include "kernels/cuda/w4_fused_work.cuh"
 
 namespace turbomill::cuda {
 
-// A thread block's tiles, and its part of K.
-struct FusedWork {
-    int first, step, count;  // tiles first, first + step, ...
-    int begin, end;          // K tiles
-
-    __device__ FusedWork(const FusedJob& job, int stage_tiles) {
-        const int tiles = job.n_blocks * job.m_tiles, rank = blockIdx.x % job.splits;
-        first = blockIdx.x / job.splits, step = gridDim.x / job.splits;
-        count = (tiles - first + step - 1) / step;
-        const int stages = (job.w.k_tiles + stage_tiles - 1) / stage_tiles;
-        begin = stages * rank / job.splits * stage_tiles;
-        end = min(stages * (rank + 1) / job.splits * stage_tiles, job.w.k_tiles);
+// The stages' barriers, before the block's threads part.
+template <int Groups, class Sizes>
+__device__ inline void fused_begin(const FusedRing<Groups, Sizes>& ring) {
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < Sizes::kStages; ++i) {
+            barrier_init(ring.full + 8 * i, 1);
+            barrier_init(ring.empty + 8 * i, Groups * 4);
+        }
+        barrier_init_fence();
     }
+    __syncthreads();
+}
 
-    // Tiles that run at the same time share activations and weights: a band of token tiles, N by N.
-    __device__ static int2 place(const FusedJob& job, int tile) {
-        constexpr int kBand = 16;
-        const int width = min(job.m_tiles, kBand), band = tile / (width * job.n_blocks);
-        const int here = min(width, job.m_tiles - band * width), rest = tile - band * width * job.n_blocks;
-        return {rest / here, band * width + rest % here};  // block of N, tile of tokens
+// One stage's weights, and its activations, by the copying thread.
+template <int Groups, bool Whole, class Sizes>
+struct FusedCopier {
+    const FusedRing<Groups, Sizes>& ring;
+    const FusedMaps& maps;
+    const W4View& w;
+    unsigned announced;  // bytes of a stage
+
+    __device__ FusedCopier(const FusedRing<Groups, Sizes>& ring, const FusedMaps& maps, const W4View& w)
+        : ring(ring), maps(maps), w(w) {
+        const int stage_groups = fused_stage_groups<Whole, Sizes>(w);
+        announced =
+            Sizes::kTiles * Sizes::kInput + Groups * (Sizes::kCodes + (w.zeros ? 2 : 1) * stage_groups * 128);
+        prefetch_map(maps.codes);
+        prefetch_map(maps.scales);
+        prefetch_map(maps.x);
+    }
+    // From tile k of K on, whose scales begin with group `group`; n: of 64 rows of N.
+    __device__ void weights(int k, int group, int n, int to) const {
+        const unsigned full = ring.full + 8 * to;
+        barrier_expect(full, announced);
+        copy_box(ring.codes(to), maps.codes, 0, k, n, full);
+        copy_box(ring.params(to), maps.scales, 0, group, n, full);
+        if (w.zeros) copy_box(ring.params(to) + Groups * Sizes::kParams, maps.zeros, 0, group, n, full);
+    }
+    __device__ void input(int k, int row, int to) const {
+#pragma unroll
+        for (int tile = 0; tile < Sizes::kTiles; ++tile)
+            copy_box(ring.input(to) + tile * Sizes::kInput, maps.x, 64 * (k + tile), row, ring.full + 8 * to);
     }
 };
 
+// A block's first 64 rows of N. Halved: of two neighbours, the first one's last are the second one's first.
+template <int Groups, bool Halved>
+__device__ inline int fused_first_rows(int block) {
+    return Halved ? block * (2 * Groups - 1) + blockIdx.x % 2 * (Groups - 1) : block * Groups;
+}
+
 // The copying thread.
-template <int Groups, int Tokens, bool Whole, class Sizes>
+template <int Groups, int Tokens, bool Whole, bool Halved, class Sizes>
 __device__ inline void fused_copies(const FusedRing<Groups, Sizes>& ring, const FusedMaps& maps,
                                     const FusedJob& job, const FusedWork& work) {
-    constexpr int kTiles = Sizes::kTiles;
-    const W4View& w = job.w;
-    const int stage_groups = Whole ? 1 : kTiles * 64 / w.group;
-    const unsigned announced =
-        kTiles * Sizes::kInput + Groups * (Sizes::kCodes + (w.zeros ? 2 : 1) * stage_groups * 128);
-    // Stages until the next group, when a group has several.
-    const int period = !Whole ? 1 : w.groups == 1 ? 1 << 30 : w.group / (64 * kTiles);
-    prefetch_map(maps.codes);
-    prefetch_map(maps.scales);
-    prefetch_map(maps.x);
-
+    const FusedCopier<Groups, Whole, Sizes> copy(ring, maps, job.w);
+    FusedStages<Whole, Sizes> at(work, job), input(at);
     int stage = 0;
-    unsigned parity = 1;  // of a stage that nobody has used yet
-    for (int i = 0; i < work.count; ++i) {
-        const int2 place = FusedWork::place(job, work.first + i * work.step);
-        int group = 64 * work.begin / w.group, left = period - work.begin / kTiles % period;
-
-        const auto copy_weights = [&](int k, int to) {
-            const unsigned full = ring.full + 8 * to;
-            barrier_expect(full, announced);
-            copy_box(ring.codes(to), maps.codes, 0, k, place.x * Groups, full);
-            copy_box(ring.params(to), maps.scales, 0, group, place.x * Groups, full);
-            if (w.zeros)
-                copy_box(ring.params(to) + Groups * Sizes::kParams, maps.zeros, 0, group, place.x * Groups,
-                         full);
-            if (--left == 0) group += stage_groups, left = period;
-        };
-        const auto copy_input = [&](int k, int to) {
-#pragma unroll
-            for (int tile = 0; tile < kTiles; ++tile)
-                copy_box(ring.input(to) + tile * Sizes::kInput, maps.x, 64 * (k + tile), place.y * Tokens,
-                         ring.full + 8 * to);
-        };
-        int k = work.begin;
-        if (i == 0) {  // weights do not depend on the kernels before this one
-            const int lead = min((work.end - k + kTiles - 1) / kTiles, Sizes::kStages);
-            for (int to = 0; to < lead; ++to) copy_weights(k + to * kTiles, to);
-            wait_dependences();
-            for (int to = 0; to < lead; ++to) copy_input(k + to * kTiles, to);
-            k += lead * kTiles, stage = lead;
-            if (stage == Sizes::kStages) stage = 0, parity = 0;
-        }
-        for (; k < work.end; k += kTiles) {
-            barrier_wait(ring.empty + 8 * stage, parity);
-            copy_weights(k, stage);
-            copy_input(k, stage);
-            if (++stage == Sizes::kStages) stage = 0, parity ^= 1;
-        }
+    const auto copy_weights = [&] {
+        copy.weights(at.k, at.group, fused_first_rows<Groups, Halved>(at.place().x), stage);
+    };
+    // Weights do not depend on the kernels before this one.
+    for (; stage < Sizes::kStages && at.more; at.next(), ++stage) copy_weights();
+    wait_dependences();
+    for (int to = 0; to < stage; input.next(), ++to) copy.input(input.k, input.place().y * Tokens, to);
+    stage = 0;
+    for (unsigned parity = 0; at.more; at.next()) {
+        barrier_wait(ring.empty + 8 * stage, parity);
+        copy_weights();
+        copy.input(at.k, at.place().y * Tokens, stage);
+        if (++stage == Sizes::kStages) stage = 0, parity ^= 1;
     }
 }
 
@@ -119,13 +116,14 @@ __device__ inline uint4 gated_eight(const T* pair) {
     return result;
 }
 
-// A warpgroup's results to y in T, by way of shared memory, where they are turned from columns to rows.
+// A warpgroup's results of `Tokens` tokens to y in T, by way of shared memory, where they are turned from
+// columns to rows. From row n0 and token m0 on.
 template <class T, int Tokens, class Sizes>
-__device__ inline void fused_store(uint8_t* staging, const FusedJob& job, int2 place,
-                                   float (&acc)[Tokens / 2]) {
+__device__ inline void fused_store(uint8_t* staging, const FusedJob& job, int n0, int m0,
+                                   const float (&acc)[Tokens / 2]) {
+    constexpr int kPiece = Tokens < Sizes::kPiece ? Tokens : Sizes::kPiece;
     const int group = threadIdx.x / 128, sub = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     T* piece = reinterpret_cast<T*>(staging) + group * Sizes::kPiece * Sizes::kPieceStride;
-    const int n0 = place.x * Sizes::kRows + group * 64, m0 = place.y * Tokens;
     float bias[2] = {};
     if (job.bias) {
         const int n = n0 + 16 * sub + lane / 4;
@@ -133,10 +131,10 @@ __device__ inline void fused_store(uint8_t* staging, const FusedJob& job, int2 p
         if (n + 8 < job.w.n) bias[1] = job.bias[n + 8];
     }
 #pragma unroll
-    for (int first = 0; first < Tokens; first += Sizes::kPiece) {
+    for (int first = 0; first < Tokens; first += kPiece) {
         meet(1 + group, 128);  // the piece before is out
 #pragma unroll
-        for (int m = 0; m < Sizes::kPiece; m += 8) {
+        for (int m = 0; m < kPiece; m += 8) {
             const float* d = acc + (first + m) / 2;
             // Lanes 0-7 name the tokens of the upper eight rows' matrix, 8-15 those of the lower one.
             const T* at = piece + (m + lane % 8) * Sizes::kPieceStride + 16 * sub + lane / 8 % 2 * 8;
@@ -148,14 +146,14 @@ __device__ inline void fused_store(uint8_t* staging, const FusedJob& job, int2 p
         }
         meet(1 + group, 128);
         if (job.gated) {
-            for (int i = threadIdx.x % 128; i < Sizes::kPiece * 4; i += 128) {
+            for (int i = threadIdx.x % 128; i < kPiece * 4; i += 128) {
                 const int m = i / 4, n = i % 4 * 8;
                 store_eight<T>(job, job.w.n / 2, m0 + first + m, n0 / 2 + n,
                                gated_eight(piece + m * Sizes::kPieceStride + 2 * n));
             }
             continue;
         }
-        for (int i = threadIdx.x % 128; i < Sizes::kPiece * 8; i += 128) {
+        for (int i = threadIdx.x % 128; i < kPiece * 8; i += 128) {
             const int m = i / 8, n = i % 8 * 8;
             store_eight<T>(job, job.w.n, m0 + first + m, n0 + n,
                            *reinterpret_cast<const uint4*>(piece + m * Sizes::kPieceStride + n));
@@ -274,7 +272,9 @@ __device__ inline void fused_add_pushed(const float* pushed, const FusedJob& job
     });
 }
 
-template <class T, int Groups, int Tokens, int Blocks, bool Whole>
+// Halved: two thread blocks have 2 Groups - 1 times 64 rows of N; those in the middle both, for half of the
+// tokens each. For the numbers of rows that would leave many multiprocessors idle.
+template <class T, int Groups, int Tokens, int Blocks, bool Whole, bool Halved>
 __global__ void __launch_bounds__(FusedSizes<Groups, Tokens, Blocks, Whole>::kThreads, Blocks)
     fused_kernel(const __grid_constant__ FusedMaps maps, const FusedJob job) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -285,20 +285,13 @@ __global__ void __launch_bounds__(FusedSizes<Groups, Tokens, Blocks, Whole>::kTh
     uint8_t* base = dynamic + (1024 - shared_address(dynamic) % 1024) % 1024;
     const FusedRing<Groups, Sizes> ring{shared_address(base), shared_address(barriers),
                                         shared_address(barriers + Sizes::kStages)};
-    const FusedWork work(job, Sizes::kTiles);
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < Sizes::kStages; ++i) {
-            barrier_init(ring.full + 8 * i, 1);
-            barrier_init(ring.empty + 8 * i, Groups * 4);
-        }
-        barrier_init_fence();
-    }
-    __syncthreads();
+    FusedWork work(job, Sizes::kTiles, Halved);
+    fused_begin(ring);
     launch_dependents();
     if (Sizes::kPushes && !job.direct) cluster_arrive();  // who is running may be sent sums
     if (threadIdx.x >= 128 * Groups) {
         if constexpr (Sizes::kHandsOn) registers_down<Sizes::kCopyRegisters>();
-        if (threadIdx.x == 128 * Groups) fused_copies<Groups, Tokens, Whole>(ring, maps, job, work);
+        if (threadIdx.x == 128 * Groups) fused_copies<Groups, Tokens, Whole, Halved>(ring, maps, job, work);
         __syncwarp();
         if (job.direct) return;
         if (Sizes::kPushes) {
@@ -311,15 +304,32 @@ __global__ void __launch_bounds__(FusedSizes<Groups, Tokens, Blocks, Whole>::kTh
         if constexpr (Sizes::kHandsOn) registers_up<Sizes::kProductRegisters>();
         using Products = std::conditional_t<Sizes::kByWarps, WarpProducts<T, Groups, Tokens, Whole, Sizes>,
                                             GroupProducts<T, Groups, Tokens, Whole, Sizes>>;
-        Products products(ring, job);
-        for (int i = 0; i < work.count; ++i) {
-            const int2 place = FusedWork::place(job, work.first + i * work.step);
+        RingReader<T, Groups, Whole, Sizes> at(ring, job);
+        const int group = threadIdx.x / 128;
+        const auto first_row = [&] { return 64 * (fused_first_rows<Groups, Halved>(work.place.x) + group); };
+        if constexpr (Halved) {
+            const int half = blockIdx.x % 2;
+            if (group == (half ? 0 : Groups - 1)) {
+                const GroupProducts<T, Groups, Tokens / 2, Whole, Sizes> products(ring, half * Tokens / 2);
+                while (work.next(job)) {
+                    float acc[Tokens / 4];
+                    products.run(at, work.begin, work.end, acc);
+                    fused_store<T, Tokens / 2, Sizes>(base + Sizes::kRing, job, first_row(),
+                                                      work.place.y * Tokens + half * Tokens / 2, acc);
+                }
+                return;
+            }
+        }
+        const Products products(ring);
+        while (work.next(job)) {
             float acc[Tokens / 2];
-            products.run(work.begin, work.end, acc);
-            if (job.direct) {
-                fused_store<T, Tokens, Sizes>(base + Sizes::kRing, job, place, acc);
+            products.run(at, work.begin, work.end, acc);
+            if (Halved || job.direct) {
+                fused_store<T, Tokens, Sizes>(base + Sizes::kRing, job, first_row(), work.place.y * Tokens,
+                                              acc);
                 continue;
             }
+            const int2 place = work.place;
             if constexpr (Sizes::kPushes) {
                 const float* pushed = reinterpret_cast<const float*>(base + Sizes::kRing);
                 cluster_wait();

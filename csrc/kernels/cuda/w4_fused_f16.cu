@@ -13,7 +13,7 @@ bool w4_fused_runs() {
     if (!answer) {
         cudaFuncAttributes attributes{};
         const bool runs =
-            cudaFuncGetAttributes(&attributes, fused_kernel<__half, 2, 8, 2, true>) == cudaSuccess &&
+            cudaFuncGetAttributes(&attributes, fused_kernel<__half, 2, 8, 2, true, false>) == cudaSuccess &&
             attributes.sharedSizeBytes > 0;  // the empty body of other architectures has none
         cudaGetLastError();
         answer = runs ? 2 : 1;

@@ -11,11 +11,11 @@
 
 namespace turbomill::cuda {
 
-template <class T, int Groups, int Tokens, int Blocks, bool Whole>
+template <class T, int Groups, int Tokens, int Blocks, bool Whole, bool Halved>
 void launch_fused_kernel(const FusedMaps& maps, const FusedJob& job, int multiprocessors, bool overlap,
                          cudaStream_t stream) {
     using Sizes = FusedSizes<Groups, Tokens, Blocks, Whole>;
-    const auto kernel = fused_kernel<T, Groups, Tokens, Blocks, Whole>;
+    const auto kernel = fused_kernel<T, Groups, Tokens, Blocks, Whole, Halved>;
     static std::atomic<uint64_t> prepared{0};  // devices, by number
     int device = 0;
     check(cudaGetDevice(&device), "cudaGetDevice");
@@ -26,7 +26,8 @@ void launch_fused_kernel(const FusedMaps& maps, const FusedJob& job, int multipr
     }
     const int tiles = job.n_blocks * job.m_tiles;
     cudaLaunchConfig_t config{};
-    config.gridDim = job.direct ? std::min(tiles, multiprocessors * Blocks) : tiles * job.splits;
+    const int team = Halved ? 2 : job.splits;  // thread blocks of a tile
+    config.gridDim = (job.direct ? std::min(tiles, multiprocessors * Blocks / team) : tiles) * team;
     config.blockDim = Sizes::kThreads;
     config.dynamicSmemBytes = Sizes::kShared;
     config.stream = stream;
@@ -47,8 +48,8 @@ bool launch_fused(const W4Plan& plan, bool whole, const FusedMaps& maps, const F
     const auto launch_if = [&]<size_t I, bool Whole>() {
         constexpr W4Kernel kKernel = kW4Kernels[I];
         if (!(plan.kernel == kKernel) || whole != Whole) return false;
-        launch_fused_kernel<T, kKernel.warpgroups, kKernel.tokens, kKernel.blocks, Whole>(
-            maps, job, multiprocessors, overlap, stream);
+        launch_fused_kernel<T, kKernel.block_groups(), kKernel.tokens, kKernel.blocks, Whole,
+                            kKernel.halved()>(maps, job, multiprocessors, overlap, stream);
         return true;
     };
     return [&]<size_t... I>(std::index_sequence<I...>) {

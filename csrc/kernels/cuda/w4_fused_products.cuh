@@ -14,7 +14,7 @@ template <int Groups, int Tokens, int Blocks, bool Whole>
 struct FusedSizes {
     static constexpr int kRows = 64 * Groups;
     // Where accumulators fill the registers, a whole warpgroup copies, to hand most of its own on.
-    static constexpr bool kHandsOn = Groups * Tokens >= 512;
+    static constexpr bool kHandsOn = Groups * Tokens >= 512 || (Groups == 4 && Tokens == 64);
     static constexpr int kThreads = 128 * Groups + (kHandsOn ? 128 : 32);
     static constexpr int kCopyRegisters = Groups == 2 ? 40 : 32, kProductRegisters = Groups == 2 ? 232 : 112;
 
@@ -63,23 +63,29 @@ struct FusedRing {
     }
 };
 
+// Keeps the compiler from computing an address anew, from the thread's number, wherever it is used.
+__device__ inline void keep(unsigned& address) {
+    asm volatile("" : "+r"(address));
+}
+
 // Where a multiplying warp finds its part of a stage.
 template <class T, int Groups, bool Whole, class Sizes>
 struct RingReader {
-    unsigned codes, params, full;
-    bool zeros, halves, releases;
+    unsigned codes, params, full, lane;
+    bool zeros, halves;
     int stage = 0;
     unsigned parity = 0;
 
     __device__ RingReader(const FusedRing<Groups, Sizes>& ring, const FusedJob& job) {
-        const int group = threadIdx.x / 128, sub = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+        const int group = threadIdx.x / 128, sub = threadIdx.x / 32 % 4;
+        lane = threadIdx.x % 32;
         const int stage_groups = Whole ? 1 : Sizes::kTiles * 64 / job.w.group;
         codes = ring.codes(0) + group * Sizes::kCodes + sub * 512 + lane * 16;
         params = ring.params(0) + group * stage_groups * 128 + sub * 32 + lane / 4 * 4;
         full = ring.full;
         zeros = job.w.zeros;
         halves = job.w.group == 32;
-        releases = lane == 0;
+        keep(codes), keep(params), keep(full), keep(lane);
     }
 
     // Waits for the stage; returns the address that names it when it is released.
@@ -99,64 +105,70 @@ struct RingReader {
     }
     // The copying thread may fill a stage again. `empty` barriers lie after the `full` ones.
     __device__ void release(unsigned named) const {
-        if (releases) barrier_arrive(named + 8 * Sizes::kStages);
+        if (lane == 0) barrier_arrive(named + 8 * Sizes::kStages);
     }
 };
 
-// A multiplying warp's way through the ring, with wgmma: weights are rounded to T.
+// A multiplying warp's products along the ring, with wgmma: weights are rounded to T.
 template <class T, int Groups, int Tokens, bool Whole, class Sizes>
 class GroupProducts {
   public:
-    __device__ GroupProducts(const FusedRing<Groups, Sizes>& ring, const FusedJob& job)
-        : at_(ring, job), rows_(swizzled_rows(ring.input(0))) {}
+    using Reader = RingReader<T, Groups, Whole, Sizes>;
+
+    // From token `first` of the ring's on.
+    __device__ explicit GroupProducts(const FusedRing<Groups, Sizes>& ring, int first = 0)
+        : rows_(swizzled_rows(ring.input(0) + first * 128)) {}
 
     // acc [64, Tokens] of the warpgroup = its rows of W times X, over tiles [begin, end) of K.
-    __device__ void run(int begin, int end, float (&acc)[Tokens / 2]) {
+    __device__ void run(Reader& at, int begin, int end, float (&acc)[Tokens / 2]) const {
         constexpr int kTiles = Sizes::kTiles;
         unsigned a[2][Sizes::kStepWords][4];
         unsigned done = 0;  // the stage whose products are not known to have ended, by name
         for (int k = begin; k < end; k += kTiles) {
-            const unsigned named = at_.wait(), rows = rows_ + at_.stage * (kTiles * Sizes::kInput / 16);
+            const unsigned named = at.wait(), rows = rows_ + at.stage * (kTiles * Sizes::kInput / 16);
             uint4 codes[kTiles];
 #pragma unroll
-            for (int tile = 0; tile < kTiles; ++tile) codes[tile] = at_.read_codes(tile);
-            unsigned params = at_.first_params();
-            ScaledCodes<T> scaled = params_at(params);
-            const auto next_params = [&] { scaled = params_at(params += 128); };
+            for (int tile = 0; tile < kTiles; ++tile) codes[tile] = at.read_codes(tile);
+            unsigned params = at.first_params();
+            const auto read_params = [&] {
+                return ScaledCodes<T>(load_shared_4(params), at.read_zeros(params));
+            };
+            ScaledCodes<T> scaled = read_params();
+            const auto next_params = [&] { params += 128, scaled = read_params(); };
             if constexpr (kTiles == 1) {
                 scaled(codes[0].x, a[0][0]);
                 scaled(codes[0].y, a[0][1]);
                 multiply(a[0], rows, k > begin, acc);
-                if (done) at_.release(done);
-                if (!Whole && at_.halves) next_params();
+                if (done) at.release(done);
+                if (!Whole && at.halves) next_params();
                 scaled(codes[0].z, a[1][0]);
                 scaled(codes[0].w, a[1][1]);
                 multiply(a[1], rows + 64 / 16, true, acc);
             } else {
                 scaled(codes[0].x, a[0][0]);
                 scaled(codes[0].y, a[0][1]);
-                if (!Whole && at_.halves) next_params();
+                if (!Whole && at.halves) next_params();
                 scaled(codes[0].z, a[0][2]);
                 scaled(codes[0].w, a[0][3]);
                 multiply(a[0], rows, k > begin, acc);
-                if (done) at_.release(done);
+                if (done) at.release(done);
                 if (!Whole) next_params();
                 scaled(codes[1].x, a[1][0]);
                 scaled(codes[1].y, a[1][1]);
-                if (!Whole && at_.halves) next_params();
+                if (!Whole && at.halves) next_params();
                 scaled(codes[1].z, a[1][2]);
                 scaled(codes[1].w, a[1][3]);
                 multiply(a[1], rows + Sizes::kInput / 16, true, acc);
             }
             done = named;
-            at_.advance();
+            at.advance();
         }
         products_wait<0>();
-        at_.release(done);
+        products_land(acc);
+        at.release(done);
     }
 
   private:
-    __device__ ScaledCodes<T> params_at(unsigned at) const { return {load_shared_4(at), at_.read_zeros(at)}; }
     // Queues a step's products, and waits for those before.
     __device__ void multiply(const unsigned (&a)[Sizes::kStepWords][4], unsigned rows, int add,
                              float (&acc)[Tokens / 2]) const {
@@ -168,7 +180,6 @@ class GroupProducts {
         products_wait<1>();
     }
 
-    RingReader<T, Groups, Whole, Sizes> at_;
     unsigned rows_;
 };
 
@@ -177,42 +188,46 @@ class GroupProducts {
 template <class T, int Groups, int Tokens, bool Whole, class Sizes>
 class WarpProducts {
   public:
-    __device__ WarpProducts(const FusedRing<Groups, Sizes>& ring, const FusedJob& job) : at_(ring, job) {
+    using Reader = RingReader<T, Groups, Whole, Sizes>;
+
+    __device__ explicit WarpProducts(const FusedRing<Groups, Sizes>& ring) {
         // Lane 8q + r names row r of the q-th eight columns, which the copy engine's swizzle puts at q ^ r.
         const int row = threadIdx.x % 8, eight = threadIdx.x % 32 / 8;
         input_ = ring.input(0) + row * 128 + (eight ^ row) * 16;
+        keep(input_);
     }
 
     // acc [16, Tokens] of the warp = its rows of W times X, over tiles [begin, end) of K.
-    __device__ void run(int begin, int end, float (&acc)[Tokens / 2]) {
+    __device__ void run(Reader& at, int begin, int end, float (&acc)[Tokens / 2]) const {
         constexpr int kTiles = Sizes::kTiles;
 #pragma unroll
         for (float& v : acc) v = 0.f;
         for (int k = begin; k < end; k += kTiles) {
-            const unsigned named = at_.wait();
+            const unsigned named = at.wait();
             uint4 codes[kTiles];
 #pragma unroll
-            for (int tile = 0; tile < kTiles; ++tile) codes[tile] = at_.read_codes(tile);
-            unsigned params = at_.first_params();
+            for (int tile = 0; tile < kTiles; ++tile) codes[tile] = at.read_codes(tile);
+            unsigned params = at.first_params();
             unsigned scales = load_shared_4(params);
-            ShiftedCodes<T> shifted(at_.read_zeros(params));
-            float part[Tokens / 2] = {};
-            const auto next_params = [&] {
-                add_scaled(part, scales, acc);
+            ShiftedCodes<T> shifted(at.read_zeros(params));
+            // Of one group of scales, tile by tile: two chains of products take half of one's time.
+            float parts[kTiles][Tokens / 2] = {};
+            const auto next_params = [&](int tile) {
+                add_scaled(parts[tile], scales, acc);
 #pragma unroll
-                for (float& v : part) v = 0.f;
+                for (float& v : parts[tile]) v = 0.f;
                 params += 128;
                 scales = load_shared_4(params);
-                shifted = ShiftedCodes<T>(at_.read_zeros(params));
+                shifted = ShiftedCodes<T>(at.read_zeros(params));
             };
 #pragma unroll
             for (int tile = 0; tile < kTiles; ++tile) {
-                const unsigned input = input_ + (at_.stage * kTiles + tile) * Sizes::kInput;
+                const unsigned input = input_ + (at.stage * kTiles + tile) * Sizes::kInput;
                 const unsigned words[4] = {codes[tile].x, codes[tile].y, codes[tile].z, codes[tile].w};
-                if (!Whole && tile > 0) next_params();
+                if (!Whole && tile > 0) next_params(tile - 1);
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
-                    if (!Whole && half > 0 && at_.halves) next_params();
+                    if (!Whole && half > 0 && at.halves) next_params(tile);
                     unsigned a[2][4];
                     fragment(shifted, words[2 * half], a[0]);
                     fragment(shifted, words[2 * half + 1], a[1]);
@@ -220,16 +235,20 @@ class WarpProducts {
                     for (int m = 0; m < Tokens / 8; ++m) {
                         unsigned b[4];
                         load_matrices(b, (input + m * 1024) ^ (64 * half));
-                        float (&d)[4] = reinterpret_cast<float (&)[4]>(part[4 * m]);
+                        float (&d)[4] = reinterpret_cast<float (&)[4]>(parts[tile][4 * m]);
                         mma<T>(d, a[0], b[0], b[1]);
                         mma<T>(d, a[1], b[2], b[3]);
                     }
                 }
             }
             __syncwarp();
-            at_.release(named);
-            add_scaled(part, scales, acc);
-            at_.advance();
+            at.release(named);
+            if constexpr (Whole) {
+#pragma unroll
+                for (int i = 0; i < Tokens / 2; ++i) parts[kTiles - 1][i] += parts[0][i];
+            }
+            add_scaled(parts[kTiles - 1], scales, acc);
+            at.advance();
         }
     }
 
@@ -249,7 +268,6 @@ class WarpProducts {
         for (int i = 0; i < Tokens / 2; ++i) acc[i] += part[i] * (i / 2 % 2 ? scale.y : scale.x);
     }
 
-    RingReader<T, Groups, Whole, Sizes> at_;
     unsigned input_;
 };
 

@@ -20,10 +20,9 @@ __device__ inline void grouped_copies(const FusedRing<Groups, Sizes>& ring, cons
                                       const GroupedJob& job) {
     constexpr int kTiles = Sizes::kTiles;
     const W4View& w = job.fused.w;
-    const int stage_groups = Whole ? 1 : kTiles * 64 / w.group, n_tiles = (w.n + 63) / 64;
-    const unsigned announced =
-        kTiles * Sizes::kInput + Groups * (Sizes::kCodes + (w.zeros ? 2 : 1) * stage_groups * 128);
-    const int period = !Whole ? 1 : w.groups == 1 ? 1 << 30 : w.group / (64 * kTiles);
+    const FusedCopier<Groups, Whole, Sizes> copy(ring, maps, w);
+    const int stage_groups = fused_stage_groups<Whole, Sizes>(w), n_tiles = (w.n + 63) / 64;
+    const int period = fused_period<Whole, Sizes>(w);
     int stage = 0;
     unsigned parity = 1;  // of a stage that nobody has used yet
     for (GroupedWork<Tokens> work(job); work.next();) {
@@ -31,17 +30,10 @@ __device__ inline void grouped_copies(const FusedRing<Groups, Sizes>& ring, cons
         const int row = work.first_row + work.place.y * Tokens;
         int group = 0, left = period;
         for (int k = 0; k < w.k_tiles; k += kTiles) {
-            const unsigned full = ring.full + 8 * stage;
             barrier_wait(ring.empty + 8 * stage, parity);
-            barrier_expect(full, announced);
-            copy_box(ring.codes(stage), maps.codes, 0, k, n, full);
-            copy_box(ring.params(stage), maps.scales, 0, group, n, full);
-            if (w.zeros)
-                copy_box(ring.params(stage) + Groups * Sizes::kParams, maps.zeros, 0, group, n, full);
+            copy.weights(k, group, n, stage);
+            copy.input(k, row, stage);
             if (--left == 0) group += stage_groups, left = period;
-#pragma unroll
-            for (int tile = 0; tile < kTiles; ++tile)
-                copy_box(ring.input(stage) + tile * Sizes::kInput, maps.x, 64 * (k + tile), row, full);
             if (++stage == Sizes::kStages) stage = 0, parity ^= 1;
         }
     }
@@ -57,14 +49,7 @@ __global__ void __launch_bounds__(FusedSizes<Groups, Tokens, Blocks, Whole>::kTh
     uint8_t* base = dynamic + (1024 - shared_address(dynamic) % 1024) % 1024;
     const FusedRing<Groups, Sizes> ring{shared_address(base), shared_address(barriers),
                                         shared_address(barriers + Sizes::kStages)};
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < Sizes::kStages; ++i) {
-            barrier_init(ring.full + 8 * i, 1);
-            barrier_init(ring.empty + 8 * i, Groups * 4);
-        }
-        barrier_init_fence();
-    }
-    __syncthreads();
+    fused_begin(ring);
     allow_next();
     wait_for_previous();  // which wrote the offsets
     if (threadIdx.x >= 128 * Groups) {
@@ -74,15 +59,18 @@ __global__ void __launch_bounds__(FusedSizes<Groups, Tokens, Blocks, Whole>::kTh
         if constexpr (Sizes::kHandsOn) registers_up<Sizes::kProductRegisters>();
         using Products = std::conditional_t<Sizes::kByWarps, WarpProducts<T, Groups, Tokens, Whole, Sizes>,
                                             GroupProducts<T, Groups, Tokens, Whole, Sizes>>;
-        Products products(ring, job.fused);
+        RingReader<T, Groups, Whole, Sizes> at(ring, job.fused);
+        const Products products(ring);
         const int columns = job.fused.gated ? job.fused.w.n / 2 : job.fused.w.n;
         for (GroupedWork<Tokens> work(job); work.next();) {
             float acc[Tokens / 2];
-            products.run(0, job.fused.w.k_tiles, acc);
+            products.run(at, 0, job.fused.w.k_tiles, acc);
             FusedJob expert = job.fused;
             expert.y = static_cast<T*>(expert.y) + int64_t(work.first_row) * columns;
             expert.rows = work.rows;
-            fused_store<T, Tokens, Sizes>(base + Sizes::kRing, expert, work.place, acc);
+            fused_store<T, Tokens, Sizes>(base + Sizes::kRing, expert,
+                                          64 * (work.place.x * Groups + int(threadIdx.x / 128)),
+                                          work.place.y * Tokens, acc);
         }
     }
 #endif

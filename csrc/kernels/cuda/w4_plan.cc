@@ -16,8 +16,6 @@ constexpr Measured kMeasured[] = {
 #include "kernels/cuda/w4_plans_sm90a.inc"
 };
 
-constexpr int kMostSplits = 8;
-
 int ceil_div(int a, int b) {
     return (a + b - 1) / b;
 }
@@ -51,10 +49,11 @@ constexpr Prices kApart{295, 1.96, 2.13, 51.3, 3.98, 3140, 25.5, 3650, 1.52, 2.1
 constexpr Prices kOverlapping{534, 0.928, 0.753, 165, 2.45, 1450, 27.1, 4240, 0.0125, 1.57};
 
 double clocks(const Prices& p, const W4Plan& plan, int n, int k, int rows, int multiprocessors) {
-    const auto [groups, tokens, blocks] = plan.kernel;
-    const int clusters = ceil_div(n, 64 * groups) * ceil_div(rows, tokens);
+    const auto [warpgroups, tokens, blocks] = plan.kernel;
+    const double groups = double(warpgroups) / plan.kernel.thread_blocks(), sums = tokens * groups;
+    const int clusters = ceil_div(n, 64 * warpgroups) * plan.kernel.thread_blocks() * ceil_div(rows, tokens);
     const int most = room(multiprocessors, blocks, plan.splits);
-    const int running = std::min(clusters, most) * plan.splits, sums = tokens * groups;
+    const int running = std::min(clusters, most) * plan.splits;
     const double shared = std::max(1.0, double(running) / multiprocessors);  // blocks on a multiprocessor
     const double pace =
         std::max({p.pace + p.pace_token * tokens, shared * p.tensor * sums,
@@ -76,7 +75,7 @@ W4Plan choose_w4_plan(int n, int k, int rows, int multiprocessors, bool overlap)
     double least = 0;
     for (const auto& kernel : kW4Kernels) {
         if (kernel.tokens >= 2 * std::max(rows, 8)) continue;  // half of it would be idle
-        for (int splits = 1; splits <= std::clamp(ceil_div(k, 128), 1, kMostSplits); ++splits) {
+        for (int splits = 1; splits <= std::clamp(ceil_div(k, 128), 1, kernel.most_splits()); ++splits) {
             const W4Plan plan{kernel, splits};
             const double cost = clocks(overlap ? kOverlapping : kApart, plan, n, k, rows, multiprocessors);
             if (!choice.splits || cost < least) choice = plan, least = cost;
