@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 SAMPLE_BYTES = 4096
 SAMPLES = 1024
+# One of them is there where a directory has a tokenizer.
+TOKENIZER_PATTERNS = ("tokenizer*", "vocab*", "merges*", "spiece*", "sentencepiece*")
 
 
 class Checkpoint(ABC):
@@ -73,6 +75,11 @@ class Checkpoint(ABC):
     @abstractmethod
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The checkpoint's tokenizer, with its chat template."""
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether there is one; without, a model runs on token ids alone."""
+        return any(any(self.path.glob(pattern)) for pattern in TOKENIZER_PATTERNS)
 
     @abstractmethod
     def generation_config(self) -> dict[str, Any]:

@@ -38,7 +38,7 @@ def load_dense_model(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32)
     for name in arch.other_weights(checkpoint.config):
         state[name] = checkpoint.exact(name).to(dtype, copy=True)
     model_class: Any = AutoModelForCausalLM._model_mapping[type(config)]  # type: ignore[index]
-    with _quiet():
+    with quiet():
         # The path None tells transformers that the weights are in `state_dict`.
         model, info = model_class.from_pretrained(
             None,
@@ -54,7 +54,7 @@ def load_dense_model(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32)
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Without transformers' progress bar."""
     from transformers.utils import logging
 

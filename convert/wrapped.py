@@ -62,6 +62,11 @@ class WrappedCheckpoint(Checkpoint):
         """The source's."""
         return self.source.tokenizer()
 
+    @property
+    def has_tokenizer(self) -> bool:
+        """The source's."""
+        return self.source.has_tokenizer
+
     def generation_config(self) -> dict[str, Any]:
         """The source's."""
         return self.source.generation_config()

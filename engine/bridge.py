@@ -1,4 +1,4 @@
-"""Carries outputs from the native engine's signal thread to the event loops that wait for them."""
+"""Carries outputs from an engine's core, on its thread, to the event loops that wait for them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
+from turbomill.engine.core import Core, Output
 from turbomill.engine.requests import EngineError, PromptError
 
 if TYPE_CHECKING:
-    from turbomill import _core
     from turbomill.engine.guide import Guide
 
 logger = logging.getLogger("turbomill.engine")
@@ -27,11 +27,11 @@ class OutputStream:
         self._bridge = bridge
         self.request_id = request_id
         self.loop = loop
-        self.queue: asyncio.Queue[_core.Output | None] = asyncio.Queue()
+        self.queue: asyncio.Queue[Output | None] = asyncio.Queue()
         self.guide: Guide | None = None  # says what may follow each token
         self.failure = "the engine was closed while a request was waiting"  # when a None has come
 
-    async def next(self) -> list[_core.Output]:
+    async def next(self) -> list[Output]:
         """Wait for outputs; return all that came, in order. Raises EngineError if the engine is closed."""
         outputs = [await self.queue.get()]
         while not self.queue.empty():
@@ -51,20 +51,20 @@ class OutputStream:
 
 
 class Bridge:
-    """Knows who waits for which request. `on_outputs` is the native engine's callback."""
+    """Knows who waits for which request. `on_outputs` is the core's callback."""
 
     def __init__(self, run: Callable[[Callable[[], None]], None]) -> None:
         """`run` has work of the guides done on another thread."""
         self._run = run
         self._lock = threading.Lock()
         self._streams: dict[int, OutputStream] = {}  # those whose last output has not come
-        self._engine: _core.Engine | None = None
+        self._engine: Core | None = None
 
-    def attach(self, engine: _core.Engine) -> None:
+    def attach(self, engine: Core) -> None:
         """Begin to submit to `engine`."""
         self._engine = engine
 
-    def submit(self, request: _core.Request, start: tuple[Guide, bytes] | None = None) -> OutputStream:
+    def submit(self, request: Any, start: tuple[Guide, bytes] | None = None) -> OutputStream:
         """Queue a request for the running event loop. `start`: its guide, and what may come first."""
         loop = asyncio.get_running_loop()
         # Held over the submission, so that the first output finds the stream.
@@ -117,9 +117,9 @@ class Bridge:
         except RuntimeError as error:
             raise EngineError(str(error)) from error
 
-    def on_outputs(self, outputs: list[_core.Output]) -> None:
+    def on_outputs(self, outputs: list[Output]) -> None:
         """Deliver one step's outputs, with one wake-up per event loop."""
-        batches: dict[asyncio.AbstractEventLoop, list[tuple[OutputStream, _core.Output]]] = defaultdict(list)
+        batches: dict[asyncio.AbstractEventLoop, list[tuple[OutputStream, Output]]] = defaultdict(list)
         with self._lock:
             for output in outputs:
                 stream = self._streams.get(output.id)
@@ -153,6 +153,6 @@ class Bridge:
                 stream.loop.call_soon_threadsafe(stream.queue.put_nowait, None)
 
 
-def _deliver(batch: list[tuple[OutputStream, _core.Output]]) -> None:
+def _deliver(batch: list[tuple[OutputStream, Output]]) -> None:
     for stream, output in batch:
         stream.queue.put_nowait(output)

@@ -53,10 +53,13 @@ def show_bytes(nbytes: float) -> str:
     return f"{nbytes:.1f} GiB"
 
 
-def cache_block_count(config: EngineConfig, session_len: int, block_bytes: int, free_bytes: int) -> int:
+def cache_block_count(
+    config: EngineConfig, session_len: int, block_bytes: int, free_bytes: int, *, quantizable: bool = True
+) -> int:
     """Blocks to allocate: what the budget buys, at most what `max_batch_size` full sessions can use.
 
-    `block_bytes` is one block over all layers. Raises UsageError when not even one session fits.
+    `block_bytes` is one block over all layers; `quantizable`, whether it may have fewer. Raises UsageError
+    when not even one session fits.
     """
     size = CacheSize.parse(config.cache_max_entry_count)
     per_session = -(-session_len // config.cache_block_seq_len)
@@ -78,7 +81,7 @@ def cache_block_count(config: EngineConfig, session_len: int, block_bytes: int, 
             f"the KV cache of one session of {session_len} tokens needs "
             f"{show_bytes(per_session * block_bytes)} ({per_session} blocks), but "
             f"cache_max_entry_count allows {budget}: use {smaller}"
-            "a larger --cache-max-entry-count, or --quant-policy 8 or 4"
+            "a larger --cache-max-entry-count" + (", or --quant-policy 8 or 4" if quantizable else "")
         )
     return min(count, useful)
 

@@ -14,7 +14,7 @@ from turbomill.engine.kv_scheme import KvScheme, parse_quant_policy
 from turbomill.errors import UsageError
 
 CACHE_DTYPES = ("auto", "float32", "float16", "bfloat16")
-BACKENDS = ("turbomind",)
+BACKENDS = ("turbomind", "pytorch")
 MAX_SAMPLES = 128
 MAX_LOGPROBS = 20
 TUPLES = ("stop_words", "stop_token_ids", "bad_words", "bad_token_ids", "allowed_token_ids")
@@ -62,7 +62,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True  # keep KV blocks for later prompts that begin alike
     eager_mode: bool = False  # never record a GPU's decode steps as CUDA graphs
     backend: str = "turbomind"
-    strict: bool = False  # never fall back to another engine
+    strict: bool = False  # backend pytorch: no falling back to transformers' own caches
 
     def __post_init__(self) -> None:
         require(

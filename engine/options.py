@@ -51,6 +51,14 @@ def kv_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return with_scheme
 
 
+BACKEND = click.option(
+    "--backend",
+    type=click.Choice(BACKENDS),
+    default=DEFAULTS.backend,
+    show_default=True,
+    help="Engine: turbomind, in C++; pytorch, over transformers' code, for whatever else that knows.",
+)
+
 ENGINE_OPTIONS = (
     click.option(
         "--session-len", type=int, help="Prompt and generated tokens of one sequence.  [model's context]"
@@ -103,10 +111,12 @@ ENGINE_OPTIONS = (
     click.option(
         "--eager-mode", is_flag=True, help="Launch every GPU kernel by itself, without CUDA graphs."
     ),
+    BACKEND,
     click.option(
-        "--backend", type=click.Choice(BACKENDS), default=DEFAULTS.backend, show_default=True, help="Engine."
+        "--strict",
+        is_flag=True,
+        help="Fail where backend pytorch would fall back to transformers' caches, one sequence at a time.",
     ),
-    click.option("--strict", is_flag=True, help="Fail rather than fall back to another engine."),
 )
 
 

@@ -14,9 +14,13 @@ if TYPE_CHECKING:
 
 def create_engine(model: str | Path | Store, config: EngineConfig | None = None) -> AsyncEngine:
     """The engine for MODEL under `config.backend`. The choice and its reason are logged and in `info`."""
-    from turbomill.engine.turbomind import TurbomindEngine
-
     config = config or EngineConfig()
     default = config.backend == EngineConfig.backend
     reason = "the default backend" if default else f"backend {config.backend} was asked for"
+    if config.backend == "pytorch":
+        from turbomill.engine.pytorch.engine import PytorchEngine
+
+        return PytorchEngine(model, config, reason=reason)
+    from turbomill.engine.turbomind import TurbomindEngine
+
     return TurbomindEngine(model, config, reason=reason)

@@ -6,9 +6,10 @@ import asyncio
 import random
 import statistics
 import time
-from collections.abc import Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, aclosing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from turbomill import console
@@ -18,7 +19,16 @@ from turbomill.engine.kv_scheme import KvScheme
 from turbomill.engine.stores import open_model
 from turbomill.engine.turbomind import TurbomindEngine
 from turbomill.errors import UsageError
-from turbomill.reports.runs import Run, Speed, check_run_dir, model_card, new_run, save_run
+from turbomill.reports.runs import (
+    ModelCard,
+    Run,
+    Speed,
+    check_run_dir,
+    model_card,
+    new_run,
+    save_run,
+    source_card,
+)
 
 
 @dataclass(frozen=True)
@@ -126,6 +136,26 @@ def measure(
     )
 
 
+@dataclass(frozen=True)
+class _Measured:
+    """An opened MODEL, and how its engine is made."""
+
+    card: ModelCard
+    context_length: int | None
+    engine: Callable[..., AbstractContextManager[AsyncEngine]]
+
+
+def _open(model: str, backend: str) -> _Measured:
+    if backend == "pytorch":
+        from turbomill.engine.pytorch.engine import PytorchEngine
+        from turbomill.engine.pytorch.load import open_source
+
+        source = open_source(model)
+        return _Measured(source_card(model, source), source.context_length, partial(PytorchEngine, source))
+    store = open_model(model)
+    return _Measured(model_card(model, store), store.context_length, partial(TurbomindEngine, store))
+
+
 def bench_engine(
     model: str,
     loads: Sequence[Load],
@@ -136,6 +166,7 @@ def bench_engine(
     num_threads: int = 0,
     seed: int = 0,
     mixed: bool = False,
+    backend: str = EngineConfig.backend,
     work_dir: Path | None = None,
 ) -> Run:
     """Measure MODEL under every load. Everything that could fail is checked before the first."""
@@ -145,27 +176,28 @@ def bench_engine(
     kv = kv or KvScheme()
     if work_dir is not None:
         check_run_dir(work_dir)
-    store = open_model(model)
+    measured = _open(model, backend)
     longest = max(load.prompt_tokens + load.completion_tokens for load in loads)
-    if longest > store.context_length:
+    if measured.context_length is not None and longest > measured.context_length:
         raise UsageError(
             f"--prompt-tokens and --completion-tokens: {longest} together, but the model's context is "
-            f"{store.context_length} tokens"
+            f"{measured.context_length} tokens"
         )
     config = EngineConfig(
         session_len=longest,
         max_batch_size=max(load.batch for load in loads) * (2 if mixed else 1),
         **kv.settings,
         num_threads=num_threads,
+        backend=backend,
         enable_prefix_caching=False,  # rounds and loads begin alike, and every prompt is to be computed
     )
     speeds: list[Speed] = []
     with (
-        TurbomindEngine(store, config, reason="it is measured") as engine,
+        measured.engine(config, reason="it is measured") as engine,
         console.progress("bench", len(loads)) as task,
     ):
         for load in loads:
-            vocab = store.model["vocab_size"]
+            vocab = measured.card.vocab_size
             found = measure(engine, load, vocab, rounds=rounds, warmup=warmup, seed=seed, mixed=mixed)
             speeds.append(found)
             task.advance(note=f"batch {load.batch}")
@@ -175,8 +207,9 @@ def bench_engine(
         **kv.settings,
         "num_threads": num_threads,
         "seed": seed,
+        "backend": backend,
     }
-    run = new_run("bench_engine", settings, model=model_card(model, store), engine=speeds)
+    run = new_run("bench_engine", settings, model=measured.card, engine=speeds)
     if work_dir is not None:
         save_run(run, work_dir)
     return run

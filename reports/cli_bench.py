@@ -10,7 +10,7 @@ import rich_click as click
 
 from turbomill.commands import SETTINGS
 from turbomill.engine.kv_scheme import KvScheme
-from turbomill.engine.options import kv_options
+from turbomill.engine.options import BACKEND, kv_options
 from turbomill.reports.cli_options import OUTPUT, THREADS, IntList
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ def bench() -> None:
     "--mixed", is_flag=True, help="Also while so many sequences decode and as many prompts more are read."
 )
 @click.option("--seed", default=0, show_default=True, help="Of the random prompts.")
+@BACKEND
 @kv_options
 @THREADS
 @OUTPUT

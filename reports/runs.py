@@ -14,6 +14,7 @@ from turbomill.errors import TurbomillError, UsageError
 
 if TYPE_CHECKING:
     from turbomill.convert.store import Store
+    from turbomill.engine.pytorch.load import Source
 
 SCHEMA_VERSION = 2
 READABLE = (1, 2)  # 2 added fields, all of which may be missing
@@ -32,7 +33,7 @@ class ModelCard(Record):
     """Which model: enough to tell whether two runs measured the same one."""
 
     name: str  # as the user said it
-    path: str  # of the store
+    path: str  # of the store, or of what backend pytorch runs
     fingerprint: str
     architecture: str
     scheme: str | None  # None: dense
@@ -216,6 +217,19 @@ def model_card(name: str, store: Store) -> ModelCard:
         scheme=scheme and f"{scheme['format']} {store.scheme}",
         disk_bytes=store.disk_bytes,
         vocab_size=store.model["vocab_size"],
+    )
+
+
+def source_card(name: str, source: Source) -> ModelCard:
+    """The same of a model that backend pytorch has opened."""
+    return ModelCard(
+        name=name,
+        path=str(source.path),
+        fingerprint=source.checkpoint.fingerprint,
+        architecture=source.architecture,
+        scheme=source.scheme,
+        disk_bytes=source.checkpoint.disk_bytes,
+        vocab_size=source.vocab_size,
     )
 
 

@@ -235,6 +235,11 @@ class GgufCheckpoint(Checkpoint):
         self._tokenizer = found
         return found
 
+    @property
+    def has_tokenizer(self) -> bool:
+        """In the file, or in files beside it."""
+        return self._has_tokenizer_files() or "tokenizer.ggml.model" in self._fields
+
     def _has_tokenizer_files(self) -> bool:
         return all(
             (self.path.parent / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")

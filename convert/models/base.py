@@ -234,5 +234,6 @@ def find_architecture(config: HfConfig) -> Architecture:
     nearest = difflib.get_close_matches(wanted.removesuffix("ForCausalLM").lower(), short, n=3, cutoff=0.0)
     raise UnsupportedModelError(
         f"config.json: architecture {what} is not supported; nearest supported: "
-        f"{', '.join(short[name] for name in nearest)}; `turbomill inspect --architectures` lists all"
+        f"{', '.join(short[name] for name in nearest)}; `turbomill inspect --architectures` lists all; "
+        "--backend pytorch runs what else transformers has code for"
     )

@@ -222,6 +222,11 @@ class StoreCheckpoint(Checkpoint):
         """The store's."""
         return self.store.tokenizer()
 
+    @property
+    def has_tokenizer(self) -> bool:
+        """As its manifest says."""
+        return bool(self.store.manifest["tokenizer"]["files"])
+
     def generation_config(self) -> dict[str, Any]:
         """generation_config.json of the store, or the ids that its manifest has."""
         file = self.path / "generation_config.json"

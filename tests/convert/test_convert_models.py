@@ -117,7 +117,7 @@ def test_scale_groups_name_modules_of_the_layer():
     [
         (
             {"architectures": ["MistralSmallForCausalLM"]},
-            "MistralSmallForCausalLM is not supported; nearest supported: MistralForCausalLM, ",
+            "MistralSmallForCausalLM is not supported; nearest supported: Mistral.*--backend pytorch",
         ),
         ({"architectures": None, "model_type": "qwen3_5"}, "model_type qwen3_5 .* nearest supported: Qwen3"),
         ({"hidden_act": "gelu"}, "hidden_act gelu"),

@@ -81,8 +81,7 @@ def fake_engine(make_fake_engine):
     return make_fake_engine()
 
 
-@pytest.fixture(scope="session")
-def tiny_checkpoint(tmp_path_factory):
+def save_tiny(path, seed):
     """A random Llama of two layers in fp32, over the byte tokenizer."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -100,11 +99,16 @@ def tiny_checkpoint(tmp_path_factory):
         eos_token_id=256,
         tie_word_embeddings=False,
     )
-    torch.manual_seed(0)
-    path = tmp_path_factory.mktemp("tiny")
+    torch.manual_seed(seed)
     LlamaForCausalLM(config).save_pretrained(path)
     byte_tokenizer().save_pretrained(path)
     return path
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory):
+    """A tiny model."""
+    return save_tiny(tmp_path_factory.mktemp("tiny"), seed=0)
 
 
 @pytest.fixture(scope="session")
@@ -113,3 +117,12 @@ def tiny_store(tiny_checkpoint, tmp_path_factory):
     from turbomill.convert.store import convert_checkpoint
 
     return convert_checkpoint(tiny_checkpoint, tmp_path_factory.mktemp("stores") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def other_tiny_store(tmp_path_factory):
+    """A store of the same form with other weights."""
+    from turbomill.convert.store import convert_checkpoint
+
+    path = save_tiny(tmp_path_factory.mktemp("other"), seed=1)
+    return convert_checkpoint(path, tmp_path_factory.mktemp("stores") / "other")

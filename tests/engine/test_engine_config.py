@@ -52,7 +52,7 @@ def test_rules_stay_hashable_and_samples_have_their_own_seeds():
         ("quant_policy", 5),
         ("num_threads", -1),
         ("cache_dtype", "int8"),
-        ("backend", "pytorch"),
+        ("backend", "tensorrt"),
         ("cache_max_entry_count", "lots"),
     ],
 )

@@ -1,4 +1,4 @@
-"""All on the native engine: store, engine, pipeline, server, terminal. The openai SDK is the client."""
+"""The native engine, nothing doubled: store, engine, pipeline, server, terminal; the openai SDK as client."""
 
 import asyncio
 import json
@@ -16,6 +16,7 @@ from server_thread import serving
 
 from turbomill import EngineConfig, GenerationConfig, pipeline
 from turbomill.engine.pipeline import Pipeline
+from turbomill.engine.pytorch.engine import PytorchEngine
 from turbomill.engine.stores import open_model
 from turbomill.engine.turbomind import TurbomindEngine
 
@@ -95,13 +96,15 @@ def test_tiny_pool_is_refused_with_bytes(tiny_store):
         TurbomindEngine(tiny_store, EngineConfig(session_len=512, cache_max_entry_count=2))
 
 
-async def test_storm_of_clients_that_leave(tiny_store):
+@pytest.mark.parametrize("made", [TurbomindEngine, PytorchEngine])
+async def test_storm_of_clients_that_leave(tiny_store, made):
     """Random lengths, cancels and disconnects on a small pool: nothing leaks, texts are right."""
     import random
 
     rng = random.Random(0)
-    config = EngineConfig(session_len=128, max_batch_size=6, cache_max_entry_count=5, num_threads=2)
-    with TurbomindEngine(tiny_store, config) as engine, serving(engine) as url:
+    threads = 2 if made is TurbomindEngine else 1
+    config = EngineConfig(session_len=128, max_batch_size=6, cache_max_entry_count=5, num_threads=threads)
+    with made(tiny_store, config) as engine, serving(engine) as url:
         async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client:
             expected: dict[int, set[str]] = {}
 

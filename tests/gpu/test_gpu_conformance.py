@@ -31,6 +31,7 @@ suite = _module(ENGINE_TESTS / "conformance/test_conformance.py")
 fixtures = _module(ENGINE_TESTS / "conftest.py")
 globals().update({name: test for name, test in vars(suite).items() if name.startswith("test_")})
 tiny_checkpoint, tiny_store = fixtures.tiny_checkpoint, fixtures.tiny_store
+other_tiny_store = fixtures.other_tiny_store
 
 
 @pytest.fixture(params=[0, 8])

@@ -27,6 +27,12 @@ async def idle(engine):
         await asyncio.sleep(0.01)
 
 
+async def begun(engine, task):
+    """Return when the task's request runs, or, where this was looked for too late, has run."""
+    while not (engine.metrics().running or task.done()):
+        await asyncio.sleep(0.001)
+
+
 async def test_stream_is_in_order_and_adds_up(engine):
     outputs = [o async for o in engine.generate(PROMPT, GenerationConfig(max_new_tokens=24, ignore_eos=True))]
     tokens = [token for output in outputs for token in output.token_ids]
@@ -229,8 +235,7 @@ async def test_metrics_count(engine):
 async def test_sleep_gives_the_blocks_up_and_changes_no_text(engine, level):
     expected, _, _ = await run(engine, PROMPT, max_new_tokens=100)
     task = asyncio.create_task(run(engine, PROMPT, max_new_tokens=100))
-    while not engine.metrics().running:
-        await asyncio.sleep(0.001)
+    await begun(engine, task)
     await asyncio.to_thread(engine.sleep, level)
     asleep = engine.metrics()
     assert asleep.paused and asleep.free_blocks == asleep.total_blocks
@@ -241,6 +246,20 @@ async def test_sleep_gives_the_blocks_up_and_changes_no_text(engine, level):
     assert (await task)[0] == (await later)[0] == expected
     with pytest.raises(UsageError, match="level"):
         engine.sleep(3)
+
+
+async def test_new_weights_take_the_place_of_the_old(engine, tiny_store, other_tiny_store):
+    """What ran goes on; nothing that the old weights computed is used again."""
+    before, _, _ = await run(engine, PROMPT * 4, max_new_tokens=20)
+    task = asyncio.create_task(run(engine, PROMPT, max_new_tokens=150))
+    await begun(engine, task)
+    await asyncio.to_thread(engine.update_params, other_tiny_store)
+    after, _, _ = await run(engine, PROMPT * 4, max_new_tokens=20)
+    assert after != before and len((await task)[0]) == 150
+    logits = await engine.logits(PROMPT * 4 + after)
+    assert logits.argmax(1)[len(PROMPT) * 4 - 1 : -1].tolist() == after
+    await asyncio.to_thread(engine.update_params, tiny_store)
+    assert (await run(engine, PROMPT * 4, max_new_tokens=20))[0] == before
 
 
 async def test_pause_and_resume(engine):
@@ -255,8 +274,7 @@ async def test_pause_and_resume(engine):
 async def test_close_ends_running_requests(make_engine):
     engine = make_engine()
     task = asyncio.create_task(run(engine, PROMPT, max_new_tokens=200))
-    while not engine.metrics().running:
-        await asyncio.sleep(0.001)
+    await begun(engine, task)
     engine.close()
     engine.close()
     _, _, last = await asyncio.wait_for(task, 10)

@@ -1,30 +1,28 @@
-"""What goes into the native core for one generation, and what comes back."""
+"""What goes into an engine's core for one generation, and what comes back."""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from turbomill.engine.bridge import OutputStream
 from turbomill.engine.config import GenerationConfig
+from turbomill.engine.core import Logprobs, Output
 from turbomill.engine.requests import EngineError, FinishReason, PromptError, TokenLogprob
 
-if TYPE_CHECKING:
-    from turbomill import _core
 
-
-def native_request(
-    core: Any,
+def core_request(
+    make: Callable[..., Any],
     token_ids: list[int],
     max_new_tokens: int,
     gen: GenerationConfig,
     *,
     eos_token_ids: Sequence[int],
     word_tokens: Callable[[str], list[list[int]]],
-) -> _core.Request:
-    """The core's request. `word_tokens` gives the token sequences that spell a bad word."""
+) -> Any:
+    """What the core takes; `make` is its class. `word_tokens` gives the token sequences that spell a word."""
     stop_ids = set(gen.stop_token_ids)
     if not gen.ignore_eos:
         stop_ids.update(eos_token_ids)
@@ -34,7 +32,7 @@ def native_request(
         if not spelled:
             raise PromptError(f"bad_words: the tokenizer has no tokens for {word!r}")
         bad_words += spelled
-    return core.Request(
+    return make(
         token_ids=token_ids,
         max_new_tokens=max_new_tokens,
         temperature=0.0 if gen.greedy else float(gen.temperature),
@@ -64,12 +62,12 @@ class Arrived:
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    prompt_logprobs: list[_core.Logprobs] = field(default_factory=list)
+    prompt_logprobs: list[Logprobs] = field(default_factory=list)
     cached_tokens: int = 0
     finish: FinishReason | None = None
 
 
-def raise_failure(output: _core.Output) -> None:
+def raise_failure(output: Output) -> None:
     """Raise EngineError when the request has failed."""
     if output.finish_reason == "error":
         raise EngineError(output.error or "the engine failed this request")
@@ -93,6 +91,6 @@ async def next_arrived(stream: OutputStream) -> Arrived:
     return arrived
 
 
-def token_logprob(token: int, logprobs: _core.Logprobs) -> TokenLogprob:
+def token_logprob(token: int, logprobs: Logprobs) -> TokenLogprob:
     """With its token."""
     return TokenLogprob(token, logprobs.logprob, tuple(logprobs.top))
