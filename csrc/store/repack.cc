@@ -23,6 +23,11 @@ struct Place {
         : lane(column % 8 / 2), byte(column / 16 * 4 + column % 2 * 2 + column % 16 / 8) {}
 };
 
+// The inverse of Place.
+int column_of(int lane, int byte) {
+    return byte / 4 * 16 + byte % 2 * 8 + lane * 2 + byte / 2 % 2;
+}
+
 // Where a row's 64 codes begin in a tile of w8.n64k64: after row g of a sub-tile comes row g + 8.
 int wide_row(int row) {
     return row / 16 * 1024 + row % 8 * 128 + row % 16 / 8 * 64;
@@ -32,6 +37,44 @@ int wide_row(int row) {
 uint64_t spread(uint64_t nibbles) {
     nibbles = (nibbles | nibbles << 24) & 0x000000ff000000ffull;
     return (nibbles | nibbles << 12) & 0x000f000f000f000full;
+}
+
+using Bytes16 = uint8_t __attribute__((vector_size(16)));
+
+Bytes16 both(uint64_t a, uint64_t b) {
+    using Words = uint64_t __attribute__((vector_size(16)));
+    return Bytes16(Words{a, b});
+}
+
+// Numbers of `Size` bytes of the lower (upper) halves of two vectors in turn.
+template <int Size, bool Upper>
+Bytes16 interleave(Bytes16 a, Bytes16 b) {
+    Bytes16 order;
+    for (int i = 0; i < 16; ++i)
+        order[i] = uint8_t(i / Size % 2 * 16 + (Upper ? 8 : 0) + i / Size / 2 * Size + i % Size);
+    return __builtin_shuffle(a, b, order);
+}
+
+// 16 rows of eight bytes become eight of 16, `stride` apart.
+void transpose(const uint64_t (&rows)[16], uint8_t* to, int stride) {
+    Bytes16 pairs[8], fours[2][4], eights[4][2];  // of rows; the halves, quarters of their columns
+    for (int i = 0; i < 8; ++i)
+        pairs[i] = interleave<1, false>(both(rows[2 * i], 0), both(rows[2 * i + 1], 0));
+    for (int i = 0; i < 4; ++i) {
+        fours[0][i] = interleave<2, false>(pairs[2 * i], pairs[2 * i + 1]);
+        fours[1][i] = interleave<2, true>(pairs[2 * i], pairs[2 * i + 1]);
+    }
+    for (int half = 0; half < 2; ++half)
+        for (int i = 0; i < 2; ++i) {
+            eights[2 * half][i] = interleave<4, false>(fours[half][2 * i], fours[half][2 * i + 1]);
+            eights[2 * half + 1][i] = interleave<4, true>(fours[half][2 * i], fours[half][2 * i + 1]);
+        }
+    for (int quarter = 0; quarter < 4; ++quarter) {
+        const Bytes16 first = interleave<8, false>(eights[quarter][0], eights[quarter][1]),
+                      second = interleave<8, true>(eights[quarter][0], eights[quarter][1]);
+        std::memcpy(to + 2 * quarter * stride, &first, 16);
+        std::memcpy(to + (2 * quarter + 1) * stride, &second, 16);
+    }
 }
 
 }  // namespace
@@ -46,17 +89,19 @@ void pack_w4(const uint8_t* codes, int k, int n, uint8_t* out, ThreadPool& pool)
             for (int c = 0; c < columns; ++c)
                 std::memcpy(tile[c], codes + (int64_t(bk) * kTile + c) * n + bn * kTile, rows);
             uint8_t* to = out + (int64_t(bn) * tiles(k) + bk) * kTileBytes;
-            for (int c = 0; c < kTile; ++c) {
-                const Place place(c);
-                for (int s = 0; s < 4; ++s) {
-                    uint64_t low, high;  // eight rows, and the eight below them
-                    std::memcpy(&low, tile[c] + 16 * s, 8);
-                    std::memcpy(&high, tile[c] + 16 * s + 8, 8);
-                    const uint64_t pairs = low | high << 4;
-                    uint8_t* lane = to + s * kSubTileBytes + place.lane * 16 + place.byte;
-                    for (int g = 0; g < 8; ++g) lane[g * 64] = uint8_t(pairs >> 8 * g);
+            // Lane 4 g + t of a sub-tile has its rows g and g + 8, of 16 columns.
+            for (int s = 0; s < 4; ++s)
+                for (int t = 0; t < 4; ++t) {
+                    uint64_t pairs[16];  // [byte of the lane], of eight rows and the eight below them
+                    for (int byte = 0; byte < 16; ++byte) {
+                        const uint8_t* column = tile[column_of(t, byte)] + 16 * s;
+                        uint64_t low, high;
+                        std::memcpy(&low, column, 8);
+                        std::memcpy(&high, column + 8, 8);
+                        pairs[byte] = low | high << 4;
+                    }
+                    transpose(pairs, to + s * kSubTileBytes + t * 16, 64);
                 }
-            }
         }
     });
 }
