@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -23,9 +24,10 @@ def available() -> bool:
     return _repack() is not None
 
 
-def pack_w4(codes: Tensor) -> Tensor:
-    """uint8 [K, N] -> uint8 [ceil(N/64), ceil(K/64), 4, 32, 16], as layout.pack_w4."""
-    return torch.from_numpy(_repack().pack_w4(codes.contiguous().numpy()))
+def pack_w4(parts: Sequence[Tensor], block: int = 0) -> Tensor:
+    """Of fuse.join(parts, 1, block), uint8 [K, N], which is never made: uint8 [ceil(N/64), ceil(K/64), 4, 32,
+    16], as layout.pack_w4."""
+    return torch.from_numpy(_repack().pack_w4([part.contiguous().numpy() for part in parts], block))
 
 
 def unpack_w4(packed: Tensor, k: int, n: int) -> Tensor:

@@ -9,8 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from turbomill.convert import native
 from turbomill.convert.linear import DenseLinear, Linear, QuantLinear
 from turbomill.convert.models.base import Fusion
+from turbomill.convert.store.layout import pack_codes
 from turbomill.errors import CheckpointError
 
 
@@ -33,6 +35,13 @@ def join(parts: Sequence[Tensor], dim: int, block: int) -> Tensor:
     for index, part in enumerate(parts):
         blocks.select(dim + 1, index).copy_(part.unflatten(dim, (-1, block)))
     return out
+
+
+def pack_joined(parts: Sequence[Tensor], block: int, bits: int) -> Tensor:
+    """`join` along N of codes [K, N] in the layout of `bits`. They meet only there, where that can be."""
+    if bits == 4 and native.available():
+        return native.pack_w4(parts, block if len(parts) > 1 else 0)
+    return pack_codes(join(parts, 1, block), bits)
 
 
 def _fresh(shape: Sequence[int], dtype: torch.dtype) -> Tensor:

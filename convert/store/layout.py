@@ -51,7 +51,7 @@ def unpack_codes(packed: Tensor, bits: int, k: int, n: int) -> Tensor:
 
 def pack_w4(codes: Tensor) -> Tensor:
     """uint8 codes [K, N] -> uint8 [Np/64, Kp/64, 4, 32, 16], two codes to a byte; the padding is zero."""
-    return native.pack_w4(codes) if native.available() else plain_pack_w4(codes)
+    return native.pack_w4([codes]) if native.available() else plain_pack_w4(codes)
 
 
 def plain_pack_w4(codes: Tensor) -> Tensor:

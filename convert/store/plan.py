@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -14,7 +14,7 @@ from turbomill.convert.checkpoint import Checkpoint
 from turbomill.convert.linear import DenseLinear, QuantLinear, QuantScheme
 from turbomill.convert.models.base import Fusion
 from turbomill.convert.safetensors_io import DTYPES, TAGS
-from turbomill.convert.store.fuse import fuse, reorder
+from turbomill.convert.store.fuse import fuse, pack_joined, reorder
 from turbomill.convert.store.layout import (
     DENSE,
     GROUP,
@@ -180,18 +180,26 @@ def _linear(checkpoint: Checkpoint, index: int, fusion: Fusion) -> Step:
     if biases:
         bias = (Planned(f"{name}.bias", VECTOR, TAGS[checkpoint.dtype_of(biases[0])], (n,), (n,)),)
 
-    def load(expert: int) -> DenseLinear | QuantLinear:
-        parts = [as_stored(prefix, checkpoint.linear(prefix), scheme, dtype) for prefix in prefixes(expert)]
-        return reorder(fuse(name, fusion, parts), order)
+    def load(expert: int) -> list[DenseLinear | QuantLinear]:
+        return [as_stored(prefix, checkpoint.linear(prefix), scheme, dtype) for prefix in prefixes(expert)]
+
+    def dense(expert: int) -> list[Tensor]:
+        return list(_dense_tensors(reorder(fuse(name, fusion, load(expert)), order)))
+
+    def packed(expert: int) -> list[Tensor]:
+        parts = load(expert)
+        if order is None:
+            return list(_fused_tensors(name, fusion, parts))
+        return list(_quant_tensors(reorder(fuse(name, fusion, parts), order)))
 
     logical = (*stack, n, k)
     if scheme is None:
         weight = Planned(f"{name}.weight", DENSE, TAGS[dtype], logical, logical)
-        return Step((weight, *bias), lambda expert: list(_dense_tensors(load(expert))), experts)
+        return Step((weight, *bias), dense, experts)
     planned = _packed(name, scheme, TAGS[dtype], logical)
     if rows is not None:
         planned.append(Planned(f"{name}.order", VECTOR, "I32", (k,), (k,)))
-    return Step((*planned, *bias), lambda expert: list(_quant_tensors(load(expert))), experts)
+    return Step((*planned, *bias), packed, experts)
 
 
 def _order(checkpoint: Checkpoint, prefixes: list[str]) -> Tensor | None:
@@ -229,8 +237,20 @@ def _dense_tensors(linear: DenseLinear | QuantLinear) -> Iterator[Tensor]:
 
 def _quant_tensors(linear: DenseLinear | QuantLinear) -> Iterator[Tensor]:
     assert isinstance(linear, QuantLinear)
-    k, _ = linear.shape
     yield pack_codes(linear.codes, linear.scheme.bits)
+    yield from _beside_codes(linear, linear.shape[0])
+
+
+def _fused_tensors(name: str, fusion: Fusion, parts: Sequence[DenseLinear | QuantLinear]) -> Iterator[Tensor]:
+    """Of parts that are fused as `fuse` does it, but for their codes, which are large."""
+    quant = [part for part in parts if isinstance(part, QuantLinear)]
+    rest = fuse(name, fusion, [replace(part, codes=part.codes[:1]) for part in quant])
+    assert isinstance(rest, QuantLinear) and len(quant) == len(parts)
+    yield pack_joined([part.codes for part in quant], fusion.interleave, rest.scheme.bits)
+    yield from _beside_codes(rest, quant[0].shape[0])
+
+
+def _beside_codes(linear: QuantLinear, k: int) -> Iterator[Tensor]:
     yield pack_groups(linear.scales, linear.scheme.group, k)
     if linear.mins is not None:
         yield pack_groups(linear.mins, linear.scheme.group, k)

@@ -3,6 +3,7 @@
 
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <stdexcept>
 #include <string>
@@ -38,14 +39,25 @@ Bytes filled(const std::vector<py::ssize_t>& shape, int threads, const Fill& fil
     return out;
 }
 
-Bytes pack(const Bytes& codes, int threads, bool wide) {
+Bytes pack_narrow(const std::vector<Bytes>& parts, int block, int threads) {
+    require(!parts.empty() && block >= 0, "there must be parts");
+    CodeParts codes{{}, block};
+    const py::ssize_t k = parts[0].ndim() == 2 ? parts[0].shape(0) : -1;
+    for (const Bytes& part : parts) {
+        require(part.ndim() == 2 && part.shape(0) == k, "codes must be [K, N], of one K");
+        require(!block || (part.shape(1) == parts[0].shape(1) && part.shape(1) % block == 0),
+                "parts in turn must be of one size, a multiple of the block");
+        codes.parts.push_back({part.data(), int(part.shape(1))});
+    }
+    return filled({tiles(codes.n()), tiles(k), 4, 32, 16}, threads,
+                  [&](uint8_t* to, auto& pool) { pack_w4(codes, int(k), to, pool); });
+}
+
+Bytes pack_wide(const Bytes& codes, int threads) {
     require(codes.ndim() == 2, "codes must be [K, N]");
     const int k = int(codes.shape(0)), n = int(codes.shape(1));
-    std::vector<py::ssize_t> shape{tiles(n), tiles(k)};
-    for (const int size : wide ? std::vector{4, 8, 2, 64} : std::vector{4, 32, 16}) shape.push_back(size);
-    return filled(shape, threads, [&, from = codes.data()](uint8_t* to, auto& pool) {
-        (wide ? pack_w8 : pack_w4)(from, k, n, to, pool);
-    });
+    return filled({tiles(n), tiles(k), 4, 8, 2, 64}, threads,
+                  [&, from = codes.data()](uint8_t* to, auto& pool) { pack_w8(from, k, n, to, pool); });
 }
 
 Bytes unpack(const Bytes& packed, int k, int n, int threads, bool wide) {
@@ -84,15 +96,14 @@ void register_repack(py::module_& parent) {
     py::module_ m = parent.def_submodule("repack", "Byte orders of codes; threads 0: every core.");
     for (const bool wide : {false, true}) {
         const std::string layout = wide ? "w8" : "w4";
-        m.def(("pack_" + layout).c_str(),
-              [wide](const Bytes& codes, int threads) { return pack(codes, threads, wide); },
-              py::arg("codes"), py::arg("threads") = 0);
         m.def(("unpack_" + layout).c_str(),
               [wide](const Bytes& packed, int k, int n, int threads) {
                   return unpack(packed, k, n, threads, wide);
               },
               py::arg("packed"), py::arg("k"), py::arg("n"), py::arg("threads") = 0);
     }
+    m.def("pack_w4", &pack_narrow, py::arg("parts"), py::arg("block") = 0, py::arg("threads") = 0);
+    m.def("pack_w8", &pack_wide, py::arg("codes"), py::arg("threads") = 0);
     m.def("unpack_awq", &awq, py::arg("words"), py::arg("threads") = 0);
     m.def("unpack_nibbles", &nibbles, py::arg("words"), py::arg("k"), py::arg("threads") = 0);
 }

@@ -39,6 +39,34 @@ uint64_t spread(uint64_t nibbles) {
     return (nibbles | nibbles << 12) & 0x000f000f000f000full;
 }
 
+// Rows of a tile that lie together in one part.
+struct Run {
+    const uint8_t* from;  // of column 0
+    int stride;           // from a column to the next
+    int to, count;        // rows of the tile
+};
+
+std::vector<Run> runs_of(const CodeParts& codes, int first, int rows) {
+    std::vector<Run> runs;
+    const int count = int(codes.parts.size());
+    for (int done = 0; done < rows;) {
+        int row = first + done, part = 0, together;
+        if (codes.block) {
+            const int at = row % codes.block, turn = row / codes.block;
+            part = turn % count;
+            row = turn / count * codes.block + at;
+            together = codes.block - at;
+        } else {
+            for (; row >= codes.parts[part].n; ++part) row -= codes.parts[part].n;
+            together = codes.parts[part].n - row;
+        }
+        together = std::min(together, rows - done);
+        runs.push_back({codes.parts[part].codes + row, codes.parts[part].n, done, together});
+        done += together;
+    }
+    return runs;
+}
+
 using Bytes16 = uint8_t __attribute__((vector_size(16)));
 
 Bytes16 both(uint64_t a, uint64_t b) {
@@ -79,15 +107,30 @@ void transpose(const uint64_t (&rows)[16], uint8_t* to, int stride) {
 
 }  // namespace
 
-void pack_w4(const uint8_t* codes, int k, int n, uint8_t* out, ThreadPool& pool) {
+int CodeParts::n() const {
+    int total = 0;
+    for (const Part& part : parts) total += part.n;
+    return total;
+}
+
+void pack_w4(const CodeParts& codes, int k, uint8_t* out, ThreadPool& pool) {
+    const int n = codes.n();
     pool.run(tiles(n), [&](int bn, int) {
         const int rows = std::min(kTile, n - bn * kTile);
+        const std::vector<Run> runs = runs_of(codes, bn * kTile, rows);
         uint8_t tile[kTile][kTile];  // [column, row]: as the codes lie
         for (int bk = 0; bk < tiles(k); ++bk) {
             const int columns = std::min(kTile, k - bk * kTile);
             if (rows < kTile || columns < kTile) std::memset(tile, 0, sizeof tile);
-            for (int c = 0; c < columns; ++c)
-                std::memcpy(tile[c], codes + (int64_t(bk) * kTile + c) * n + bn * kTile, rows);
+            for (const Run& run : runs) {
+                const uint8_t* from = run.from + int64_t(bk) * kTile * run.stride;
+                for (int c = 0; c < columns; ++c, from += run.stride) {
+                    if (run.count == 8)
+                        std::memcpy(tile[c] + run.to, from, 8);
+                    else
+                        std::memcpy(tile[c] + run.to, from, run.count);
+                }
+            }
             uint8_t* to = out + (int64_t(bn) * tiles(k) + bk) * kTileBytes;
             // Lane 4 g + t of a sub-tile has its rows g and g + 8, of 16 columns.
             for (int s = 0; s < 4; ++s)

@@ -2,13 +2,26 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "core/thread_pool.h"
 
 namespace turbomill {
 
+// Linears that are fused along N: one after the other, or `block` rows of each, of equal size, in turn.
+struct CodeParts {
+    struct Part {
+        const uint8_t* codes;  // [K, n]
+        int n;
+    };
+    std::vector<Part> parts;
+    int block = 0;
+
+    int n() const;
+};
+
 // To w4.n64k64 (convert/FORMAT.md), uint8 [ceil(N/64), ceil(K/64), 4, 32, 16]; the padding is zero.
-void pack_w4(const uint8_t* codes, int k, int n, uint8_t* out, ThreadPool& pool);
+void pack_w4(const CodeParts& codes, int k, uint8_t* out, ThreadPool& pool);
 // The inverse, without the padding.
 void unpack_w4(const uint8_t* packed, int k, int n, uint8_t* codes, ThreadPool& pool);
 // The same for w8.n64k64, uint8 [ceil(N/64), ceil(K/64), 4, 8, 2, 64].

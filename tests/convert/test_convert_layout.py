@@ -8,7 +8,7 @@ from turbomill.convert.formats.awq import pack_words, unpack_words
 from turbomill.convert.formats.bits import pack_bits, unpack_bits
 from turbomill.convert.linear import DenseLinear, QuantScheme
 from turbomill.convert.models.base import Fusion
-from turbomill.convert.store.fuse import fuse, join, split
+from turbomill.convert.store.fuse import fuse, join, pack_joined, split
 from turbomill.convert.store.layout import (
     pack_groups,
     pack_w4,
@@ -127,13 +127,30 @@ def test_parts_of_different_schemes_do_not_fuse(make_linear):
 def test_the_native_module_repacks_to_the_same_bytes(k, n):
     codes = torch.randint(0, 16, (k, n), dtype=torch.uint8)
     packed = plain_pack_w4(codes)
-    assert torch.equal(native.pack_w4(codes), packed)
+    assert torch.equal(native.pack_w4([codes]), packed)
     assert torch.equal(native.unpack_w4(packed, k, n), codes)
     assert torch.equal(plain_unpack_w4(packed, k, n), codes)
     words = pack_bits(codes, 4)
     assert torch.equal(native.unpack_nibbles(words, k), codes)
     if n % 8 == 0:
         assert torch.equal(native.unpack_awq(pack_words(codes)), codes)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "block"),
+    [((64, 128, 64), 0), ((40, 8, 56), 0), ((7, 70, 3), 0), ((64, 64), 8), ((40, 40), 8), ((24, 24, 24), 4)],
+)
+@pytest.mark.parametrize("k", [64, 130])
+def test_codes_that_are_fused_meet_only_when_they_are_packed(sizes, block, k):
+    parts = [torch.randint(0, 16, (k, n), dtype=torch.uint8) for n in sizes]
+    assert torch.equal(pack_joined(parts, block, 4), plain_pack_w4(join(parts, 1, block)))
+
+
+def test_parts_that_do_not_fit_together_are_refused():
+    codes = torch.zeros(64, 64, dtype=torch.uint8)
+    for parts, block in (([], 0), ([codes, codes[:32]], 0), ([codes, codes[:, :32]], 8), ([codes] * 2, 7)):
+        with pytest.raises(ValueError):
+            native.pack_w4(parts, block)
 
 
 def test_without_the_native_module_it_is_pytorch(monkeypatch):
