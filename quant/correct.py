@@ -21,8 +21,10 @@ def corrected(weight: Tensor, stats: InputStats, damping: float) -> Tensor:
     mean = stats.gram.diagonal().mean()
     if stats.drift is None or not mean > 0:
         return weight
-    damped = stats.gram + torch.eye(len(stats.gram), device=weight.device) * (damping * mean)
+    damped = stats.gram.clone()
+    damped.diagonal().add_(damping * mean)
     factor, failed = torch.linalg.cholesky_ex(damped)
+    del damped
     if failed:
         return weight
     change = torch.cholesky_solve((weight @ stats.drift).T, factor).T  # [N, K]

@@ -65,15 +65,20 @@ def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
     Damping is a share of the mean diagonal, raised tenfold while the matrix is not positive definite.
     """
     mean = hessian.diagonal().mean()
-    eye = torch.eye(hessian.shape[0], dtype=hessian.dtype, device=hessian.device)
     if not mean > 0:  # inputs all zero: any rounding is as good
-        return eye
+        return torch.eye(hessian.shape[0], dtype=hessian.dtype, device=hessian.device)
     for _ in range(5):
         # Flipped both ways, H = A A^T with A upper: one factorization, and U = A^-1 needs no inverse of H.
-        lower, failed = torch.linalg.cholesky_ex((hessian + eye * (damping * mean)).flip(0, 1))
+        flipped = hessian.flip(0, 1)  # [K, K], like all of these: no more of them at a time than need be
+        flipped.diagonal().add_(damping * mean)
+        lower, failed = torch.linalg.cholesky_ex(flipped)
+        del flipped
         if not failed:
-            upper = torch.linalg.solve_triangular(lower.flip(0, 1), eye, upper=True)
-            if bool(torch.isfinite(upper).all()):
+            lower = lower.flip(0, 1)
+            eye = torch.eye(hessian.shape[0], dtype=hessian.dtype, device=hessian.device)
+            upper = torch.linalg.solve_triangular(lower, eye, upper=True)
+            del lower, eye
+            if bool(upper.sum(dtype=torch.float64).isfinite()):  # which shows any element that is not
                 return upper
         logger.debug("GPTQ: damping %g is too little for a %d x %d Hessian", damping, *hessian.shape)
         damping = max(damping * 10, 1e-4)

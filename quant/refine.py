@@ -19,7 +19,8 @@ def refine(weight: Tensor, hessian: Tensor, quantized: Quantized, passes: int, d
     mean = hessian.diagonal().mean()
     if not mean > 0:
         return quantized
-    damped = hessian + torch.eye(len(hessian), device=weight.device) * (damping * mean)
+    damped = hessian.clone()
+    damped.diagonal().add_(damping * mean)
 
     def improve(rows: slice) -> tuple[Tensor, Tensor]:
         part, grid = weight[rows], quantized.grid
