@@ -23,6 +23,8 @@ from turbomill.errors import UsageError
 
 log = logging.getLogger("turbomill.convert")
 
+RELEASE_BYTES = 1 << 28  # written, after which the source's pages no longer count as this process's
+
 
 def convert_checkpoint(
     model: str | Path,
@@ -61,6 +63,8 @@ def convert_checkpoint(
                 nonlocal written
                 before, written = written, written + nbytes
                 task.advance(-(-written // 1024) - -(-before // 1024))
+                if written // RELEASE_BYTES > before // RELEASE_BYTES:
+                    checkpoint.release()  # what is being read comes back from the system's cache
 
             tensors, sums = write_shards(temp, steps, done, shard_bytes)
         write_json(temp / STORE_FILE, _manifest(checkpoint, tensors, sums, temp))

@@ -11,10 +11,11 @@ from turbomill.convert.checkpoint import open_checkpoint
 from turbomill.convert.formats.awq import AwqFormat
 from turbomill.convert.formats.compressed_tensors import CompressedTensorsFormat
 from turbomill.convert.formats.gptq import GptqFormat
+from turbomill.convert.hf import HfCheckpoint
 from turbomill.convert.linear import DenseLinear, QuantLinear, QuantScheme
 from turbomill.convert.reference import load_dense_model
 from turbomill.convert.rewrite import rewrite_checkpoint
-from turbomill.convert.store import convert_checkpoint, open_store
+from turbomill.convert.store import convert, convert_checkpoint, open_store
 from turbomill.convert.store.verify import check_tensors_against
 from turbomill.errors import CheckpointError, UnsupportedModelError, UsageError
 
@@ -295,6 +296,23 @@ def test_several_shards(tiny, tmp_path):
     path = tiny()
     store = convert_checkpoint(path, tmp_path / "store", shard_bytes=100_000)
     assert len(list((tmp_path / "store").glob("weights-*-of-*.safetensors"))) > 3
+    assert_equals_source(store, open_checkpoint(path))
+
+
+def test_the_source_leaves_memory_while_it_is_converted(tiny, tmp_path, monkeypatch):
+    released = []
+    release = HfCheckpoint.release
+    monkeypatch.setattr(convert, "RELEASE_BYTES", 1 << 14)
+    monkeypatch.setattr(
+        HfCheckpoint, "release", lambda self: released.append(len(self._maps)) or release(self)
+    )
+    path = tiny()
+    store = convert_checkpoint(path, tmp_path / "store")
+    largest = max(tensor.nbytes for tensor in store.tensors.values())
+    assert (
+        len(released) >= sum(tensor.nbytes for tensor in store.tensors.values()) // (largest + (1 << 14)) > 2
+    )
+    assert all(released), "nothing was mapped"
     assert_equals_source(store, open_checkpoint(path))
 
 
