@@ -33,7 +33,6 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 TAGS = {dtype: tag for tag, dtype in DTYPES.items()}
-READ_AHEAD_BYTES = 1 << 20
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 
 
@@ -127,19 +126,12 @@ def map_file(path: Path) -> mmap.mmap:
 
 
 def view(buffer: mmap.mmap, dtype: torch.dtype, shape: Sequence[int], offset: int) -> Tensor:
-    """A tensor over `buffer`'s bytes at `offset`; copied only where the offset is not aligned.
-
-    The system begins to read a large one at once: page by page, as it is touched, takes a disk twice as long.
-    """
+    """A tensor over `buffer`'s bytes at `offset`; copied only where the offset is not aligned."""
     count = prod(shape)
     if count == 0:
         return torch.empty(tuple(shape), dtype=dtype)
-    nbytes = count * dtype.itemsize
-    if nbytes >= READ_AHEAD_BYTES and hasattr(mmap, "MADV_WILLNEED"):
-        start = offset - offset % mmap.PAGESIZE
-        buffer.madvise(mmap.MADV_WILLNEED, start, offset + nbytes - start)
     if offset % dtype.itemsize:
-        raw = bytearray(buffer[offset : offset + nbytes])
+        raw = bytearray(buffer[offset : offset + count * dtype.itemsize])
         return torch.frombuffer(raw, dtype=dtype, count=count).reshape(tuple(shape))
     return torch.frombuffer(buffer, dtype=dtype, count=count, offset=offset).reshape(tuple(shape))
 

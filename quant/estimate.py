@@ -23,7 +23,7 @@ SOLVE_OPS, REFINE_OPS = 10, 14  # operations on one column of a weight, in GPTQ'
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes and seconds, to within a factor of about two."""
+    """Bytes and seconds. On a CPU, runs took up to three times as long."""
 
     seconds: float
     memory: float
@@ -61,7 +61,7 @@ def estimate(
     others = sum(prod(shape) for shape in arch.other_weights(config).values()) * checkpoint.dtype.itemsize
     disk = total * scheme.bits_per_weight / 8 + others
     flops_rate, touch_rate, op_seconds = _speeds(device)
-    _, pack_rate, _ = _speeds(torch.device("cpu"))
+    pack_rate = touch_rate if device.type == "cpu" else _speeds(torch.device("cpu"))[1]
     largest = max(prod(shapes[name]) for name in names)
     # The layer mapped and in fp32, its codes in fp32, and what rounding the largest linear takes.
     memory = BASE + (checkpoint.dtype.itemsize + 8) * layer + 16 * largest

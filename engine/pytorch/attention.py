@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from turbomill.engine.pytorch.records import Slice
+from turbomill.errors import UnsupportedModelError
 
 IMPLEMENTATION = "turbomill_paged"
 
@@ -122,11 +123,11 @@ def paged_attention(
 ) -> tuple[Tensor, None]:
     """What transformers' attention modules call: q [1, Nq, T, D], k and v [1, Nkv, T, D] -> [1, T, Nq, D].
 
-    `sliding_window`, `softcap` and `s_aux` (sinks [Nq]) are the model's. Raises NotImplementedError for what
-    this attention does not do.
+    `sliding_window`, `softcap` and `s_aux` (sinks [Nq]) are the model's. Raises UnsupportedModelError for a
+    mask or a bias of the model's own.
     """
     if attention_mask is not None or is_causal is False or position_bias is not None:
-        raise NotImplementedError("attention with a mask or a bias of its own")
+        raise UnsupportedModelError("attention with a mask or a bias of its own")
     options = {"scaling": scaling, "window": sliding_window, "softcap": softcap, "sinks": s_aux}
     return _running.attend(module, query[0], key[0], value[0], **options)[None], None
 
