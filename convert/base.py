@@ -17,6 +17,7 @@ from torch import Tensor
 from turbomill.convert.formats.base import WeightFormat
 from turbomill.convert.formats.dense import DenseFormat
 from turbomill.convert.formats.find import find_format
+from turbomill.convert.formats.packed import PackedLinear
 from turbomill.convert.linear import Linear, QuantScheme
 from turbomill.convert.models.base import Architecture, find_architecture
 from turbomill.errors import CheckpointError, UnsupportedModelError
@@ -140,6 +141,10 @@ class Checkpoint(ABC):
     def linear(self, prefix: str) -> Linear:
         """A linear in canonical form; `prefix` is its full name without `.weight`."""
         return self.format_of(prefix).unpack(self, prefix)
+
+    def packed(self, prefix: str) -> PackedLinear | None:
+        """The same with its codes left in the file's words; None where `linear` is the way to read it."""
+        return self.format_of(prefix).packed(self, prefix)
 
     def hf_config(self) -> PretrainedConfig:
         """The transformers config of the model, unquantized. Raises UnsupportedModelError for remote code."""

@@ -57,6 +57,55 @@ class DenseLinear:
 
 
 @dataclass(frozen=True)
+class QuantGrid:
+    """A quantized linear but for its codes; the fields are QuantLinear's."""
+
+    k: int
+    scales: Tensor  # [G, N]
+    zeros: Tensor  # uint8 [G, N]
+    scheme: QuantScheme
+    bias: Tensor | None = None  # [N]
+    mins: Tensor | None = None  # [G, N]
+    order: Tensor | None = None  # int32 [K]
+
+    def with_codes(self, codes: Tensor) -> QuantLinear:
+        """The linear of codes [K, N]."""
+        return QuantLinear(codes, self.scales, self.zeros, self.scheme, self.bias, self.mins, self.order)
+
+    def with_mins(self) -> QuantGrid:
+        """The same weights with a minimum for each group: exact where the zeros are powers of two."""
+        if self.mins is not None:
+            return self
+        mins = (-self.zeros.float() * self.scales.float()).to(self.scales.dtype)
+        scheme = replace(self.scheme, symmetric=False, mins=True)
+        return replace(self, zeros=torch.zeros_like(self.zeros), mins=mins, scheme=scheme)
+
+    def validate(self, name: str, n: int) -> None:
+        """Check shapes, dtypes and ranges; raise CheckpointError naming `name` and what is wrong."""
+        groups = -(-self.k // self.scheme.group)
+        if self.zeros.dtype != torch.uint8:
+            raise CheckpointError(f"{name}: codes and zeros must be uint8")
+        if (self.mins is not None) != self.scheme.mins or (self.scheme.mins and bool(self.zeros.any())):
+            raise CheckpointError(f"{name}: scheme {self.scheme} has minima, or zeros, and not both")
+        beside = {"scales": self.scales, "zeros": self.zeros, "mins": self.mins}
+        for what, tensor in ((what, tensor) for what, tensor in beside.items() if tensor is not None):
+            if tuple(tensor.shape) != (groups, n):
+                raise CheckpointError(
+                    f"{name}: {what} have shape {tuple(tensor.shape)}, expected {(groups, n)} for "
+                    f"K={self.k}, N={n}, group {self.scheme.group}"
+                )
+        top = 2**self.scheme.bits
+        if int(self.zeros.max()) >= top:
+            raise CheckpointError(f"{name}: a code or zero does not fit in {self.scheme.bits} bits")
+        if self.scheme.symmetric and not bool((self.zeros == top // 2).all()):
+            raise CheckpointError(f"{name}: the scheme is symmetric, but not all zeros are {top // 2}")
+        if not all_finite(self.scales):
+            raise CheckpointError(f"{name}: scales hold inf or NaN")
+        if self.mins is not None and not all_finite(self.mins):
+            raise CheckpointError(f"{name}: minima hold inf or NaN")
+
+
+@dataclass(frozen=True)
 class QuantLinear:
     """A group-quantized linear: w[k, n] = (codes[k, n] - zeros[k // group, n]) * scales[k // group, n].
 
@@ -85,38 +134,19 @@ class QuantLinear:
         bias = None if self.bias is None else self.bias[index]
         return replace(self, codes=codes, scales=scales, zeros=zeros, mins=mins, bias=bias)
 
-    def with_mins(self) -> QuantLinear:
-        """The same weights with a minimum for each group: exact where the zeros are powers of two."""
-        if self.mins is not None:
-            return self
-        mins = (-self.zeros.float() * self.scales.float()).to(self.scales.dtype)
-        scheme = replace(self.scheme, symmetric=False, mins=True)
-        return replace(self, zeros=torch.zeros_like(self.zeros), mins=mins, scheme=scheme)
+    @property
+    def grid(self) -> QuantGrid:
+        """What stands beside the codes."""
+        k, _ = self.shape
+        return QuantGrid(k, self.scales, self.zeros, self.scheme, self.bias, self.mins, self.order)
 
     def validate(self, name: str) -> None:
         """Check shapes, dtypes and ranges; raise CheckpointError naming `name` and what is wrong."""
-        k, n = self.shape
-        groups = -(-k // self.scheme.group)
-        if self.codes.dtype != torch.uint8 or self.zeros.dtype != torch.uint8:
+        if self.codes.dtype != torch.uint8:
             raise CheckpointError(f"{name}: codes and zeros must be uint8")
-        if (self.mins is not None) != self.scheme.mins or (self.scheme.mins and bool(self.zeros.any())):
-            raise CheckpointError(f"{name}: scheme {self.scheme} has minima, or zeros, and not both")
-        beside = {"scales": self.scales, "zeros": self.zeros, "mins": self.mins}
-        for what, tensor in ((what, tensor) for what, tensor in beside.items() if tensor is not None):
-            if tuple(tensor.shape) != (groups, n):
-                raise CheckpointError(
-                    f"{name}: {what} have shape {tuple(tensor.shape)}, expected {(groups, n)} for "
-                    f"K={k}, N={n}, group {self.scheme.group}"
-                )
-        top = 2**self.scheme.bits
-        if int(self.codes.max()) >= top or int(self.zeros.max()) >= top:
+        self.grid.validate(name, self.shape[1])
+        if int(self.codes.max()) >= 2**self.scheme.bits:
             raise CheckpointError(f"{name}: a code or zero does not fit in {self.scheme.bits} bits")
-        if self.scheme.symmetric and not bool((self.zeros == top // 2).all()):
-            raise CheckpointError(f"{name}: the scheme is symmetric, but not all zeros are {top // 2}")
-        if not all_finite(self.scales):
-            raise CheckpointError(f"{name}: scales hold inf or NaN")
-        if self.mins is not None and not all_finite(self.mins):
-            raise CheckpointError(f"{name}: minima hold inf or NaN")
 
     def dequantize(self) -> Tensor:
         """The weight [N, K] in fp32."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from turbomill.convert.base import Checkpoint
 from turbomill.convert.formats.base import WeightFormat
+from turbomill.convert.formats.packed import PackedLinear
 from turbomill.convert.linear import DenseLinear, Linear, QuantLinear
 from turbomill.convert.models.base import HfConfig
 from turbomill.convert.wrapped import WrappedCheckpoint
@@ -83,6 +84,10 @@ class PaddedCheckpoint(WrappedCheckpoint):
         if weight not in self._halves:
             return _grown_linear(linear, k, n)
         return _side_by_side([_grown_linear(linear.columns(half), k, n // 2) for half in _two_halves(linear)])
+
+    def packed(self, prefix: str) -> PackedLinear | None:
+        """The source's, where nothing is added to it."""
+        return None if f"{prefix}.weight" in self._shapes else self.source.packed(prefix)
 
     def hf_config(self) -> PretrainedConfig:
         """Of the padded sizes."""

@@ -143,6 +143,9 @@ class RunnableCheckpoint(WrappedCheckpoint):
             return self._with_zeros(prefix, whole)
         return _rows(reorder(whole, self._order(self._linear_of(f"{published}."))), rows)
 
+    def packed(self, prefix: str) -> None:
+        """Never: rows may lie elsewhere here."""
+
     def _with_zeros(self, prefix: str, linear: Linear) -> Linear:
         name = f"{prefix}.bias"
         return replace(linear, bias=self.tensor(name)) if name in self._zeros else linear

@@ -16,7 +16,8 @@ from torch import Tensor
 from turbomill.convert import native
 from turbomill.convert.formats.base import TensorSource, WeightFormat, bias_of
 from turbomill.convert.formats.order import require_plain
-from turbomill.convert.linear import Linear, QuantLinear, QuantScheme, storable_scales
+from turbomill.convert.formats.packed import PackedLinear
+from turbomill.convert.linear import Linear, QuantGrid, QuantLinear, QuantScheme, storable_scales
 from turbomill.errors import CheckpointError, UnsupportedModelError
 
 # Column 8c + j of a row sits in nibble NIBBLE_OF_COLUMN[j] of word c.
@@ -98,9 +99,20 @@ class AwqFormat(WeightFormat):
         return f"{prefix}.scales"
 
     def unpack(self, source: TensorSource, prefix: str) -> QuantLinear:
-        """One linear in canonical form; symmetric zeros are checked."""
-        codes = unpack_words(source.tensor(f"{prefix}.qweight"))
-        group = self._group(prefix, *codes.shape)
+        """One linear in canonical form."""
+        words, grid = self._read(source, prefix)
+        return grid.with_codes(unpack_words(words))
+
+    def packed(self, source: TensorSource, prefix: str) -> PackedLinear | None:
+        """Any linear."""
+        linear = PackedLinear("awq", *self._read(source, prefix))
+        return linear if linear.whole else None
+
+    def _read(self, source: TensorSource, prefix: str) -> tuple[Tensor, QuantGrid]:
+        """The words of the codes [K, N/8], and the rest; symmetric zeros are checked."""
+        words = source.tensor(f"{prefix}.qweight")
+        k, n = words.shape[0], words.shape[1] * 8
+        group = self._group(prefix, k, n)
         scheme = QuantScheme(4, group, self.scheme.symmetric)
         scales = source.tensor(f"{prefix}.scales")
         if source.has(f"{prefix}.qzeros"):
@@ -109,9 +121,9 @@ class AwqFormat(WeightFormat):
             zeros = torch.full(scales.shape, 8, dtype=torch.uint8)
         else:
             raise CheckpointError(f"{prefix}.qzeros: missing, though the config says zero_point")
-        linear = QuantLinear(codes, scales, zeros, scheme, bias_of(source, prefix))
-        linear.validate(prefix)
-        return linear
+        grid = QuantGrid(k, scales, zeros, scheme, bias_of(source, prefix))
+        grid.validate(prefix, n)
+        return words, grid
 
     def pack(self, prefix: str, linear: Linear) -> dict[str, Tensor]:
         """Raises CheckpointError when the shape does not fit the format."""

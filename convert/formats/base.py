@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from turbomill.convert.formats.packed import PackedLinear
 from turbomill.convert.linear import Linear, QuantScheme
 
 
@@ -58,6 +59,10 @@ class WeightFormat(ABC):
     @abstractmethod
     def unpack(self, source: TensorSource, prefix: str) -> Linear:
         """Read one linear into its canonical form. Raises CheckpointError naming the tensor."""
+
+    def packed(self, source: TensorSource, prefix: str) -> PackedLinear | None:
+        """One linear with its codes left in their words; None where only `unpack` can read it. Raises as that."""
+        return None
 
     def order(self, source: TensorSource, prefix: str) -> Tensor | None:
         """The input that each row of a linear's codes meets, int32 [K]; None where row k meets input k."""

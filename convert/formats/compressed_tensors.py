@@ -22,7 +22,8 @@ from torch import Tensor
 from turbomill.convert.formats.base import TensorSource, WeightFormat, bias_of
 from turbomill.convert.formats.bits import pack_bits, unpack_bits, words_for
 from turbomill.convert.formats.order import RowOrder, order_of, require_plain
-from turbomill.convert.linear import Linear, QuantLinear, QuantScheme, storable_scales
+from turbomill.convert.formats.packed import PackedLinear
+from turbomill.convert.linear import Linear, QuantGrid, QuantLinear, QuantScheme, storable_scales
 from turbomill.errors import CheckpointError, UnsupportedModelError
 
 PACKED = "pack-quantized"
@@ -134,6 +135,18 @@ class CompressedTensorsFormat(WeightFormat):
 
     def unpack(self, source: TensorSource, prefix: str) -> QuantLinear:
         """One linear in canonical form; columns that actorder scattered are sorted by their groups."""
+        words, grid, order = self._read(source, prefix)
+        codes = unpack_bits(words.T, grid.scheme.bits, grid.k)
+        return grid.with_codes(codes if order.rows is None else codes[order.rows])
+
+    def packed(self, source: TensorSource, prefix: str) -> PackedLinear | None:
+        """4 bits, columns in their places."""
+        words, grid, order = self._read(source, prefix)
+        linear = PackedLinear("nk", words, grid)
+        return linear if grid.scheme.bits == 4 and order.rows is None and linear.whole else None
+
+    def _read(self, source: TensorSource, prefix: str) -> tuple[Tensor, QuantGrid, RowOrder]:
+        """The words of the codes [N, ceil(K*b/32)], and the rest, in the order of the sorted columns."""
         n, k = (int(size) for size in source.tensor(f"{prefix}.weight_shape"))
         scheme = self.scheme_of(prefix, k)
         words, scales = source.tensor(f"{prefix}.weight_packed"), source.tensor(f"{prefix}.weight_scale")
@@ -143,23 +156,23 @@ class CompressedTensorsFormat(WeightFormat):
                 f"{prefix}: weight_packed {tuple(words.shape)}, weight_scale {tuple(scales.shape)} do not "
                 f"agree with K={k}, N={n}, {scheme.bits} bits, group {scheme.group}"
             )
-        order, codes = self._order(source, prefix, k), unpack_bits(words.T, scheme.bits, k)
+        order = self._order(source, prefix, k)
         if scheme.symmetric:
             zeros = torch.full((groups, n), 2 ** (scheme.bits - 1), dtype=torch.uint8)
         else:
             packed = source.tensor(f"{prefix}.weight_zero_point")
             zeros = unpack_bits(packed, scheme.bits, n).T.contiguous()  # [G, N]
         scales = scales.T.contiguous()
-        linear = QuantLinear(
-            codes=codes if order.rows is None else codes[order.rows],
+        grid = QuantGrid(
+            k,
             scales=scales if order.groups is None else scales[order.groups],
             zeros=zeros if order.groups is None else zeros[order.groups],
             scheme=scheme,
             bias=bias_of(source, prefix),
             order=order.rows,
         )
-        linear.validate(prefix)
-        return linear
+        grid.validate(prefix, n)
+        return words, grid, order
 
     def order(self, source: TensorSource, prefix: str) -> Tensor | None:
         """That of the sorted columns; None without actorder group."""

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from turbomill.convert.formats.base import TensorSource, WeightFormat, bias_of
 from turbomill.convert.formats.bits import pack_bits, unpack_bits, words_for
-from turbomill.convert.formats.order import order_of, require_plain
-from turbomill.convert.linear import Linear, QuantLinear, QuantScheme, storable_scales
+from turbomill.convert.formats.order import RowOrder, order_of, require_plain
+from turbomill.convert.formats.packed import PackedLinear
+from turbomill.convert.linear import Linear, QuantGrid, QuantLinear, QuantScheme, storable_scales
 from turbomill.errors import CheckpointError, UnsupportedModelError
 
 log = logging.getLogger("turbomill.convert")
@@ -105,6 +106,18 @@ class GptqFormat(WeightFormat):
 
     def unpack(self, source: TensorSource, prefix: str) -> QuantLinear:
         """One linear in canonical form; rows that desc_act reordered are sorted by their groups."""
+        words, grid, order = self._read(source, prefix)
+        codes = unpack_bits(words, grid.scheme.bits, grid.k)
+        return grid.with_codes(codes if order.rows is None else codes[order.rows])
+
+    def packed(self, source: TensorSource, prefix: str) -> PackedLinear | None:
+        """4 bits, rows in their places."""
+        words, grid, order = self._read(source, prefix)
+        linear = PackedLinear("kn", words, grid)
+        return linear if grid.scheme.bits == 4 and order.rows is None and linear.whole else None
+
+    def _read(self, source: TensorSource, prefix: str) -> tuple[Tensor, QuantGrid, RowOrder]:
+        """The words of the codes [ceil(K*b/32), N], and the rest, in the order of the sorted rows."""
         words, scales = source.tensor(f"{prefix}.qweight"), source.tensor(f"{prefix}.scales")
         g_idx = source.tensor(f"{prefix}.g_idx") if source.has(f"{prefix}.g_idx") else None
         bits = self.scheme_of(prefix, 1).bits
@@ -119,17 +132,17 @@ class GptqFormat(WeightFormat):
             )
         raw = unpack_bits(source.tensor(f"{prefix}.qzeros").T, bits, n).T.contiguous()  # [G, N]
         zeros = self._zeros(prefix, raw, scheme)
-        order, codes = order_of(f"{prefix}.g_idx", g_idx, scheme.group), unpack_bits(words, bits, k)
-        linear = QuantLinear(
-            codes=codes if order.rows is None else codes[order.rows],
+        order = order_of(f"{prefix}.g_idx", g_idx, scheme.group)
+        grid = QuantGrid(
+            k,
             scales=scales if order.groups is None else scales[order.groups],
             zeros=zeros if order.groups is None else zeros[order.groups],
             scheme=scheme,
             bias=bias_of(source, prefix),
             order=order.rows,
         )
-        linear.validate(prefix)
-        return linear
+        grid.validate(prefix, n)
+        return words, grid, order
 
     def order(self, source: TensorSource, prefix: str) -> Tensor | None:
         """That of the sorted rows; None without desc_act."""

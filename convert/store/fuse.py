@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from turbomill.convert import native
-from turbomill.convert.linear import DenseLinear, Linear, QuantLinear
+from turbomill.convert.linear import DenseLinear, Linear, QuantGrid, QuantLinear
 from turbomill.convert.models.base import Fusion
 from turbomill.convert.store.layout import pack_codes
 from turbomill.errors import CheckpointError
@@ -65,18 +65,31 @@ def fuse(name: str, fusion: Fusion, parts: Sequence[Linear]) -> Linear:
         weights = [part.weight for part in parts if isinstance(part, DenseLinear)]
         return DenseLinear(join(weights, 0, block), _fuse_bias(parts, block))
     quant = [part for part in parts if isinstance(part, QuantLinear)]
-    if len(quant) != len(parts) or len({(q.scheme, q.scales.dtype) for q in quant}) != 1:
-        raise CheckpointError(f"{name}: {', '.join(fusion.parts)} are fused, but quantized differently")
-    mins = [q.mins for q in quant if q.mins is not None]
-    return QuantLinear(
-        codes=join([q.codes for q in quant], 1, block),
-        scales=join([q.scales for q in quant], 1, block),
-        zeros=join([q.zeros for q in quant], 1, block),
-        scheme=quant[0].scheme,
+    if len(quant) != len(parts):
+        raise _differ(name, fusion)
+    grid = fuse_grids(name, fusion, [q.grid for q in quant])
+    return grid.with_codes(join([q.codes for q in quant], 1, block))
+
+
+def fuse_grids(name: str, fusion: Fusion, parts: Sequence[QuantGrid]) -> QuantGrid:
+    """The same but for the codes."""
+    block = fusion.interleave
+    if len({(part.scheme, part.scales.dtype) for part in parts}) != 1:
+        raise _differ(name, fusion)
+    mins = [part.mins for part in parts if part.mins is not None]
+    return QuantGrid(
+        k=parts[0].k,
+        scales=join([part.scales for part in parts], 1, block),
+        zeros=join([part.zeros for part in parts], 1, block),
+        scheme=parts[0].scheme,
         bias=_fuse_bias(parts, block),
         mins=join(mins, 1, block) if mins else None,
-        order=quant[0].order,  # all parts', or the plan would not have put them together
+        order=parts[0].order,  # all parts', or the plan would not have put them together
     )
+
+
+def _differ(name: str, fusion: Fusion) -> CheckpointError:
+    return CheckpointError(f"{name}: {', '.join(fusion.parts)} are fused, but quantized differently")
 
 
 def reorder(linear: Linear, order: Tensor | None) -> Linear:
@@ -88,12 +101,16 @@ def reorder(linear: Linear, order: Tensor | None) -> Linear:
     return linear.columns(order)
 
 
-def _fuse_bias(parts: Sequence[Linear], block: int) -> Tensor | None:
+def _fuse_bias(parts: Sequence[Linear | QuantGrid], block: int) -> Tensor | None:
     dtype = next((part.bias.dtype for part in parts if part.bias is not None), None)
     if dtype is None:
         return None
     biases = [
-        torch.zeros(part.shape[1], dtype=dtype) if part.bias is None else part.bias.to(dtype)
+        torch.zeros(_outputs(part), dtype=dtype) if part.bias is None else part.bias.to(dtype)
         for part in parts
     ]
     return join(biases, 0, block)
+
+
+def _outputs(part: Linear | QuantGrid) -> int:
+    return part.scales.shape[1] if isinstance(part, QuantGrid) else part.shape[1]

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 
 import torch
 from torch import Tensor
 
 from turbomill.convert.checkpoint import Checkpoint
-from turbomill.convert.linear import DenseLinear, QuantLinear, QuantScheme
+from turbomill.convert.formats.packed import PackedLinear
+from turbomill.convert.linear import DenseLinear, QuantGrid, QuantLinear, QuantScheme
 from turbomill.convert.models.base import Fusion
 from turbomill.convert.safetensors_io import DTYPES, TAGS
-from turbomill.convert.store.fuse import fuse, pack_joined, reorder
+from turbomill.convert.store.fuse import fuse, fuse_grids, pack_joined, reorder
 from turbomill.convert.store.layout import (
     DENSE,
     GROUP,
@@ -27,7 +28,8 @@ from turbomill.convert.store.layout import (
     stored_group,
     tile_shape,
 )
-from turbomill.convert.store.scheme import as_stored, stored_scheme
+from turbomill.convert.store.made import Made, Whole, codes_in_words
+from turbomill.convert.store.scheme import as_stored, grid_as_stored, stored_scheme
 from turbomill.errors import CheckpointError, UnsupportedModelError
 
 log = logging.getLogger("turbomill.convert")
@@ -58,7 +60,7 @@ class Step:
     """
 
     tensors: tuple[Planned, ...]
-    build: Callable[[int], list[Tensor]]  # expert (else 0) -> its part of each of `tensors`, in their order
+    build: Callable[[int], list[Made]]  # expert (else 0) -> its part of each of `tensors`, in their order
     experts: int = 0
 
 
@@ -68,7 +70,7 @@ def plan_store(checkpoint: Checkpoint) -> list[Step]:
     steps = [_matrix(checkpoint, "tok_embeddings.weight", arch.embedding)]
     for name, table in {"rope": arch.rope_inv_freq(config), **arch.rope_tables(config)}.items():
         planned = Planned(f"{name}.inv_freq", VECTOR, "F32", tuple(table.shape), tuple(table.shape))
-        steps.append(Step((planned,), lambda _e, table=table: [table]))
+        steps.append(Step((planned,), lambda _e, table=table: [Whole(table)]))
     for index in range(arch.num_layers(config)):
         for norm, stored in {**arch.norms, **arch.head_norms}.items():
             source = f"{arch.layer(index)}{norm}.weight"
@@ -88,9 +90,9 @@ def _norm(checkpoint: Checkpoint, name: str, source: str) -> Step:
     shape, offset = checkpoint.shape(source), checkpoint.arch.norm_offset
     tag = "F32" if offset else TAGS[checkpoint.dtype_of(source)]
 
-    def build(_expert: int) -> list[Tensor]:
+    def build(_expert: int) -> list[Made]:
         weight = checkpoint.tensor(source)
-        return [weight.float() + offset if offset else weight]
+        return [Whole(weight.float() + offset if offset else weight)]
 
     return Step((Planned(name, VECTOR, tag, shape, shape),), build)
 
@@ -105,9 +107,9 @@ def _matrix(
     shape = checkpoint.shape(source)
     planned = Planned(name, DENSE, TAGS[checkpoint.dtype_of(source)], shape, shape)
 
-    def build(_expert: int) -> list[Tensor]:
+    def build(_expert: int) -> list[Made]:
         tensor = checkpoint.tensor(source)
-        return [tensor if change is None else change(tensor)]
+        return [Whole(tensor if change is None else change(tensor))]
 
     return Step((planned,), build)
 
@@ -123,8 +125,8 @@ def _table(checkpoint: Checkpoint, name: str, prefix: str) -> Step | None:
         return None
     dtype = _value_dtype(checkpoint, [prefix], packed=True)
 
-    def build(_expert: int) -> list[Tensor]:
-        return list(_quant_tensors(as_stored(prefix, checkpoint.linear(prefix), scheme, dtype)))
+    def build(_expert: int) -> list[Made]:
+        return list(map(Whole, _quant_tensors(as_stored(prefix, checkpoint.linear(prefix), scheme, dtype))))
 
     return Step(tuple(_packed(name, scheme, TAGS[dtype], (n, k))), build)
 
@@ -183,14 +185,14 @@ def _linear(checkpoint: Checkpoint, index: int, fusion: Fusion) -> Step:
     def load(expert: int) -> list[DenseLinear | QuantLinear]:
         return [as_stored(prefix, checkpoint.linear(prefix), scheme, dtype) for prefix in prefixes(expert)]
 
-    def dense(expert: int) -> list[Tensor]:
-        return list(_dense_tensors(reorder(fuse(name, fusion, load(expert)), order)))
+    def dense(expert: int) -> list[Made]:
+        return list(map(Whole, _dense_tensors(reorder(fuse(name, fusion, load(expert)), order))))
 
-    def packed(expert: int) -> list[Tensor]:
-        parts = load(expert)
-        if order is None:
-            return list(_fused_tensors(name, fusion, parts))
-        return list(_quant_tensors(reorder(fuse(name, fusion, parts), order)))
+    def packed(expert: int) -> list[Made]:
+        if order is not None:
+            return list(map(Whole, _quant_tensors(reorder(fuse(name, fusion, load(expert)), order))))
+        found = _in_words(checkpoint, prefixes(expert), name, fusion, scheme, dtype) if scheme else None
+        return found or list(map(Whole, _fused_tensors(name, fusion, load(expert))))
 
     logical = (*stack, n, k)
     if scheme is None:
@@ -238,25 +240,49 @@ def _dense_tensors(linear: DenseLinear | QuantLinear) -> Iterator[Tensor]:
 def _quant_tensors(linear: DenseLinear | QuantLinear) -> Iterator[Tensor]:
     assert isinstance(linear, QuantLinear)
     yield pack_codes(linear.codes, linear.scheme.bits)
-    yield from _beside_codes(linear, linear.shape[0])
+    yield from _beside_codes(linear.grid)
 
 
 def _fused_tensors(name: str, fusion: Fusion, parts: Sequence[DenseLinear | QuantLinear]) -> Iterator[Tensor]:
     """Of parts that are fused as `fuse` does it, but for their codes, which are large."""
     quant = [part for part in parts if isinstance(part, QuantLinear)]
-    rest = fuse(name, fusion, [replace(part, codes=part.codes[:1]) for part in quant])
-    assert isinstance(rest, QuantLinear) and len(quant) == len(parts)
+    assert len(quant) == len(parts)
+    rest = fuse_grids(name, fusion, [part.grid for part in quant])
     yield pack_joined([part.codes for part in quant], fusion.interleave, rest.scheme.bits)
-    yield from _beside_codes(rest, quant[0].shape[0])
+    yield from _beside_codes(rest)
 
 
-def _beside_codes(linear: QuantLinear, k: int) -> Iterator[Tensor]:
-    yield pack_groups(linear.scales, linear.scheme.group, k)
-    if linear.mins is not None:
-        yield pack_groups(linear.mins, linear.scheme.group, k)
-    elif not linear.scheme.symmetric:
-        yield pack_groups(linear.zeros.to(linear.scales.dtype), linear.scheme.group, k)
-    if linear.order is not None:
-        yield linear.order
-    if linear.bias is not None:
-        yield linear.bias
+def _in_words(
+    checkpoint: Checkpoint,
+    prefixes: Sequence[str],
+    name: str,
+    fusion: Fusion,
+    scheme: QuantScheme,
+    dtype: torch.dtype,
+) -> list[Made] | None:
+    """The same of parts whose codes can stay in the checkpoint's words until they are written; else None."""
+    if scheme.bits != 4:
+        return None
+    parts: list[PackedLinear] = []
+    for prefix in prefixes:
+        part = checkpoint.packed(prefix)
+        if part is None:
+            return None
+        parts.append(part)
+    codes = codes_in_words(parts, fusion.interleave)
+    if codes is None:
+        return None
+    grids = [grid_as_stored(p, part.grid, scheme, dtype) for p, part in zip(prefixes, parts, strict=True)]
+    return [codes, *map(Whole, _beside_codes(fuse_grids(name, fusion, grids)))]
+
+
+def _beside_codes(grid: QuantGrid) -> Iterator[Tensor]:
+    yield pack_groups(grid.scales, grid.scheme.group, grid.k)
+    if grid.mins is not None:
+        yield pack_groups(grid.mins, grid.scheme.group, grid.k)
+    elif not grid.scheme.symmetric:
+        yield pack_groups(grid.zeros.to(grid.scales.dtype), grid.scheme.group, grid.k)
+    if grid.order is not None:
+        yield grid.order
+    if grid.bias is not None:
+        yield grid.bias

@@ -16,6 +16,7 @@ from torch import Tensor
 from turbomill.convert.linear import (
     DenseLinear,
     Linear,
+    QuantGrid,
     QuantLinear,
     QuantScheme,
     all_finite,
@@ -52,19 +53,31 @@ def as_stored(name: str, linear: Linear, scheme: QuantScheme | None, dtype: torc
     if scheme is None:
         return DenseLinear(_dense(name, linear, dtype), linear.bias)
     assert isinstance(linear, QuantLinear)
+    shift = _shift(linear.scheme, scheme)
+    grid = grid_as_stored(name, linear.grid, scheme, dtype)
+    return grid.with_codes(linear.codes + shift if shift else linear.codes)
+
+
+def grid_as_stored(name: str, grid: QuantGrid, scheme: QuantScheme, dtype: torch.dtype) -> QuantGrid:
+    """What stands beside the codes, likewise. The codes themselves stay as they are where they have the stored
+    bits."""
     if scheme.mins:
-        linear = linear.with_mins()
-    # A symmetric scheme's zero is implied: codes of fewer bits move up to stand around it.
-    shift = 2 ** (scheme.bits - 1) - 2 ** (linear.scheme.bits - 1) if scheme.symmetric else 0
-    return QuantLinear(
-        codes=linear.codes + shift if shift else linear.codes,
-        scales=_regrouped(storable_scales(name, linear.scales).to(dtype), linear, scheme.group),
-        zeros=_regrouped(linear.zeros + shift if shift else linear.zeros, linear, scheme.group),
+        grid = grid.with_mins()
+    shift = _shift(grid.scheme, scheme)
+    return QuantGrid(
+        k=grid.k,
+        scales=_regrouped(storable_scales(name, grid.scales).to(dtype), grid, scheme.group),
+        zeros=_regrouped(grid.zeros + shift if shift else grid.zeros, grid, scheme.group),
         scheme=scheme,
-        bias=linear.bias,
-        mins=None if linear.mins is None else _regrouped(_in(dtype, name, linear.mins), linear, scheme.group),
-        order=linear.order,
+        bias=grid.bias,
+        mins=None if grid.mins is None else _regrouped(_in(dtype, name, grid.mins), grid, scheme.group),
+        order=grid.order,
     )
+
+
+def _shift(own: QuantScheme, stored: QuantScheme) -> int:
+    """A symmetric scheme's zero is implied: codes of fewer bits move up to stand around it."""
+    return 2 ** (stored.bits - 1) - 2 ** (own.bits - 1) if stored.symmetric else 0
 
 
 def _in(dtype: torch.dtype, name: str, mins: Tensor) -> Tensor:
@@ -74,9 +87,9 @@ def _in(dtype: torch.dtype, name: str, mins: Tensor) -> Tensor:
     return stored
 
 
-def _regrouped(values: Tensor, linear: QuantLinear, group: int) -> Tensor:
-    """Scales or zeros [G, N] repeated for groups of `group`, which divides the linear's own or spans K."""
-    k, own = linear.shape[0], linear.scheme.group
+def _regrouped(values: Tensor, grid: QuantGrid, group: int) -> Tensor:
+    """Scales or zeros [G, N] repeated for groups of `group`, which divides the grid's own or spans K."""
+    k, own = grid.k, grid.scheme.group
     if group == own or (own >= k and group >= k):
         return values
     repeat = -(-k // group) if own >= k else own // group

@@ -1,140 +1,126 @@
 """Writes a plan's tensors into safetensors shards: the headers are known first, then the data streams.
 
-Nothing waits for the disk until the end: tensors are made ahead of the one that is written, their checksums
-are taken where they are made, and what has been written goes to the disk meanwhile.
+Nothing waits for the disk until the end: some threads make what the next steps hold, others turn it into pieces of the
+file, take their checksums while they are in the processor's cache, and write them.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
-from isal.isal_zlib import crc32, crc32_combine
+from isal.isal_zlib import crc32
 
-from turbomill.convert.safetensors_io import TAGS, Entry, encode_header, tensor_bytes
+from turbomill.convert.safetensors_io import TAGS, Entry, encode_header
 from turbomill.convert.store.manifest import TensorInfo, dtype_name
+from turbomill.convert.store.made import Made
 from turbomill.convert.store.plan import Planned, Step
+from turbomill.convert.store.shard import PAGE, PIECE, Buffers, Shard
 
-PAGE = 4096
 LINE = 64
 MAKERS = 2  # threads that make tensors while others are written
+WRITERS = 3  # threads that write pieces of them: while one waits for the disk, others make
 SHARD_BYTES = 1 << 30
-FLUSH_BYTES = 1 << 27  # so many bytes after another go to the disk
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _Part:
     """One expert's part of a tensor, or the whole of it."""
 
     planned: Planned
     expert: int
-    data: memoryview
-    checksum: int
+    made: Made
 
 
 def write_shards(
     directory: Path, steps: Sequence[Step], done: Callable[[int], None], shard_bytes: int = SHARD_BYTES
 ) -> tuple[dict[str, TensorInfo], dict[str, str]]:
-    """Write every tensor; `done(nbytes)` after each. Returns where each lies, and the shards' checksums.
+    """Write every tensor; `done(nbytes)` after each piece. Returns where each lies, and the shards' checksums.
 
-    All is on the disk then. Memory: the tensors of MAKERS + 1 steps, as some are made while the one before
-    them is written.
+    All is on the disk then. Memory: what MAKERS + 1 steps make, and WRITERS pieces.
     """
     shards = _split(steps, shard_bytes)
     infos: dict[str, TensorInfo] = {}
     sums: dict[str, str] = {}
-    with ThreadPoolExecutor(1) as flushing:
+    buffers = Buffers(WRITERS)
+    with ThreadPoolExecutor(WRITERS) as writing:
         for index, shard in enumerate(shards):
             file = f"weights-{index + 1:05d}-of-{len(shards):05d}.safetensors"
             tensors = [planned for step in shard for planned in step.tensors]
             header, entries = encode_header({t.name: (t.tag, t.shape) for t in _aligned(tensors)}, align=PAGE)
             infos.update({t.name: _info(t, file, entries[t.name]) for t in tensors})
-            with _Shard(directory / file, header, flushing) as out:
-                for piece in _made_ahead(shard):
-                    begin = entries[piece.planned.name].offset + piece.expert * len(piece.data)
-                    out.write(begin, piece.data, piece.checksum)
-                    done(len(piece.data))
+            with Shard(directory / file, header, buffers) as out:
+                _write(out, entries, shard, done, writing)
             sums[file] = out.checksum()
     return infos, sums
 
 
-class _Shard:
-    """A file that is written in any order; it is on the disk when the context is left."""
-
-    def __init__(self, path: Path, header: bytes, flushing: ThreadPoolExecutor) -> None:
-        self._file: IO[bytes] = path.open("wb")
-        self._flushing = flushing
-        self._flushed: Future[None] | None = None
-        self._unflushed = 0
-        self._sums: dict[int, tuple[int, int]] = {}  # offset -> checksum and length
-        self.write(0, header, crc32(header))
-
-    def write(self, offset: int, data: bytes | memoryview, checksum: int) -> None:
-        self._file.seek(offset)
-        self._file.write(data)
-        self._sums[offset] = checksum, len(data)
-        self._unflushed += len(data)
-        if self._unflushed >= FLUSH_BYTES and (self._flushed is None or self._flushed.done()):
-            self._flush()
-
-    def _flush(self) -> None:
-        self._wait()
-        self._file.flush()
-        self._unflushed = 0
-        self._flushed = self._flushing.submit(os.fdatasync, self._file.fileno())
-
-    def _wait(self) -> None:
-        if self._flushed is not None:
-            self._flushed.result()
-
-    def checksum(self) -> str:
-        """Of the file, from its parts'."""
-        value = end = 0
-        for offset, (part, length) in sorted(self._sums.items()):
-            if offset != end and length:
-                raise AssertionError(f"{self._file.name}: nothing was written from {end} to {offset}")
-            value, end = crc32_combine(value, part, length), end + length
-        return f"{value:08x}"
-
-    def __enter__(self) -> _Shard:
-        return self
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        try:
-            if kind is None:
-                self._flush()
-            self._wait()
-        finally:
-            self._file.close()
+def _write(
+    out: Shard,
+    entries: Mapping[str, Entry],
+    steps: Sequence[Step],
+    done: Callable[[int], None],
+    writing: ThreadPoolExecutor,
+) -> None:
+    """Every piece, few of them at a time; an error only once no thread writes any more."""
+    pending: deque[tuple[Future[None], int]] = deque()
+    try:
+        for part in _made_ahead(steps):
+            made = part.made
+            begin = entries[part.planned.name].offset + part.expert * made.nbytes
+            for first, nbytes in _pieces(made, begin):
+                while len(pending) > WRITERS:
+                    _finish(pending, done)
+                pending.append((writing.submit(out.put, begin + first, made, first, nbytes), nbytes))
+        while pending:
+            _finish(pending, done)
+    finally:
+        wait(future for future, _ in pending)
 
 
-def _made_ahead(steps: Sequence[Step]) -> Iterator[_Piece]:
+def _finish(pending: deque[tuple[Future[None], int]], done: Callable[[int], None]) -> None:
+    future, nbytes = pending.popleft()
+    future.result()
+    done(nbytes)
+
+
+def _pieces(made: Made, offset: int) -> Iterator[tuple[int, int]]:
+    """Where in a tensor that lies at `offset` each piece begins, and its bytes: up to a page of the file if the
+    tensor can be cut there."""
+    size = max(PIECE // made.unit, 1) * made.unit
+    begin = 0
+    while begin < made.nbytes:
+        end = begin + size
+        if made.unit == 1:
+            end -= (offset + end) % PAGE
+        yield begin, min(end, made.nbytes) - begin
+        begin = end
+
+
+def _made_ahead(steps: Sequence[Step]) -> Iterator[_Part]:
     """Each step's tensors, expert by expert; the next are being made while the last are used."""
     parts = [(step, expert) for step in steps for expert in range(max(step.experts, 1))]
     with ThreadPoolExecutor(MAKERS) as making:
-        ahead: list[Future[list[_Piece]]] = []
+        ahead: list[Future[list[_Part]]] = []
         for index in range(len(parts)):
             while len(ahead) <= MAKERS and index + len(ahead) < len(parts):
                 ahead.append(making.submit(_make, *parts[index + len(ahead)]))
             yield from ahead.pop(0).result()
 
 
-def _make(step: Step, expert: int) -> list[_Piece]:
-    pieces = []
-    for planned, tensor in zip(step.tensors, step.build(expert), strict=True):
+def _make(step: Step, expert: int) -> list[_Part]:
+    parts = []
+    for planned, made in zip(step.tensors, step.build(expert), strict=True):
         shape = planned.shape[1:] if step.experts else planned.shape
-        if TAGS[tensor.dtype] != planned.tag or tuple(tensor.shape) != shape:
+        if TAGS[made.dtype] != planned.tag or made.shape != shape:
             raise AssertionError(
-                f"{planned.name}: built {tensor.dtype} {list(tensor.shape)}, planned {planned.tag} "
-                f"{list(shape)}"
+                f"{planned.name}: built {made.dtype} {list(made.shape)}, planned {planned.tag} {list(shape)}"
             )
-        data = tensor_bytes(tensor)
-        pieces.append(_Piece(planned, expert, data, crc32(data)))
-    return pieces
+        parts.append(_Part(planned, expert, made))
+    return parts
 
 
 def _split(steps: Sequence[Step], limit: int) -> list[list[Step]]:
@@ -152,10 +138,13 @@ def _split(steps: Sequence[Step], limit: int) -> list[list[Step]]:
 
 
 def _aligned(tensors: Sequence[Planned]) -> list[Planned]:
-    """Sizes of whole cache lines first, so that those tensors start on one; then by element size."""
-    return sorted(
-        tensors, key=lambda t: (t.nbytes % LINE != 0, -(t.nbytes & -t.nbytes) if t.nbytes % LINE else 0)
-    )
+    """Whole pages first, then whole cache lines, so that those tensors start on one; then by element size."""
+    return sorted(tensors, key=lambda t: (t.nbytes % PAGE != 0, t.nbytes % LINE != 0, -_odd(t.nbytes)))
+
+
+def _odd(nbytes: int) -> int:
+    """The power of two in a size that is not of whole cache lines."""
+    return nbytes & -nbytes if nbytes % LINE else 0
 
 
 def _info(planned: Planned, file: str, entry: Entry) -> TensorInfo:

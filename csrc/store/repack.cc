@@ -1,32 +1,12 @@
 #include "store/repack.h"
 
 #include <algorithm>
-#include <bit>
 #include <cstring>
+
+#include "store/tile_w4.h"
 
 namespace turbomill {
 namespace {
-
-static_assert(std::endian::native == std::endian::little, "rows of eight codes are handled as one number");
-
-constexpr int kTile = 64, kTileBytes = kTile * kTile / 2, kSubTileBytes = kTileBytes / 4;
-constexpr uint64_t kLowNibbles = 0x0f0f0f0f0f0f0f0full;
-
-int tiles(int size) {
-    return (size + kTile - 1) / kTile;
-}
-
-// Where, in a lane's 16 bytes, the code of a tile's column is, and which of four lanes that is.
-struct Place {
-    int lane, byte;
-    explicit Place(int column)
-        : lane(column % 8 / 2), byte(column / 16 * 4 + column % 2 * 2 + column % 16 / 8) {}
-};
-
-// The inverse of Place.
-int column_of(int lane, int byte) {
-    return byte / 4 * 16 + byte % 2 * 8 + lane * 2 + byte / 2 % 2;
-}
 
 // Where a row's 64 codes begin in a tile of w8.n64k64: after row g of a sub-tile comes row g + 8.
 int wide_row(int row) {
@@ -48,103 +28,50 @@ struct Run {
 
 std::vector<Run> runs_of(const CodeParts& codes, int first, int rows) {
     std::vector<Run> runs;
-    const int count = int(codes.parts.size());
     for (int done = 0; done < rows;) {
-        int row = first + done, part = 0, together;
-        if (codes.block) {
-            const int at = row % codes.block, turn = row / codes.block;
-            part = turn % count;
-            row = turn / count * codes.block + at;
-            together = codes.block - at;
-        } else {
-            for (; row >= codes.parts[part].n; ++part) row -= codes.parts[part].n;
-            together = codes.parts[part].n - row;
-        }
-        together = std::min(together, rows - done);
-        runs.push_back({codes.parts[part].codes + row, codes.parts[part].n, done, together});
+        const FusedRows::Spot spot = codes.rows.at(first + done);
+        const int together = std::min(spot.together, rows - done);
+        runs.push_back({codes.parts[spot.part] + spot.row, codes.rows.sizes[spot.part], done, together});
         done += together;
     }
     return runs;
 }
 
-using Bytes16 = uint8_t __attribute__((vector_size(16)));
+// The codes of a tile, as they lie in [K, N].
+struct CodeTile {
+    static constexpr int kRows[8] = {0, 1, 2, 3, 4, 5, 6, 7};
 
-Bytes16 both(uint64_t a, uint64_t b) {
-    using Words = uint64_t __attribute__((vector_size(16)));
-    return Bytes16(Words{a, b});
-}
+    uint8_t codes[kTile][kTile];  // [column, row]
 
-// Numbers of `Size` bytes of the lower (upper) halves of two vectors in turn.
-template <int Size, bool Upper>
-Bytes16 interleave(Bytes16 a, Bytes16 b) {
-    Bytes16 order;
-    for (int i = 0; i < 16; ++i)
-        order[i] = uint8_t(i / Size % 2 * 16 + (Upper ? 8 : 0) + i / Size / 2 * Size + i % Size);
-    return __builtin_shuffle(a, b, order);
-}
-
-// 16 rows of eight bytes become eight of 16, `stride` apart.
-void transpose(const uint64_t (&rows)[16], uint8_t* to, int stride) {
-    Bytes16 pairs[8], fours[2][4], eights[4][2];  // of rows; the halves, quarters of their columns
-    for (int i = 0; i < 8; ++i)
-        pairs[i] = interleave<1, false>(both(rows[2 * i], 0), both(rows[2 * i + 1], 0));
-    for (int i = 0; i < 4; ++i) {
-        fours[0][i] = interleave<2, false>(pairs[2 * i], pairs[2 * i + 1]);
-        fours[1][i] = interleave<2, true>(pairs[2 * i], pairs[2 * i + 1]);
+    uint64_t rows(int s, int column) const {
+        uint64_t low, high;
+        std::memcpy(&low, codes[column] + 16 * s, 8);
+        std::memcpy(&high, codes[column] + 16 * s + 8, 8);
+        return low | high << 4;
     }
-    for (int half = 0; half < 2; ++half)
-        for (int i = 0; i < 2; ++i) {
-            eights[2 * half][i] = interleave<4, false>(fours[half][2 * i], fours[half][2 * i + 1]);
-            eights[2 * half + 1][i] = interleave<4, true>(fours[half][2 * i], fours[half][2 * i + 1]);
-        }
-    for (int quarter = 0; quarter < 4; ++quarter) {
-        const Bytes16 first = interleave<8, false>(eights[quarter][0], eights[quarter][1]),
-                      second = interleave<8, true>(eights[quarter][0], eights[quarter][1]);
-        std::memcpy(to + 2 * quarter * stride, &first, 16);
-        std::memcpy(to + (2 * quarter + 1) * stride, &second, 16);
-    }
-}
+};
 
 }  // namespace
 
-int CodeParts::n() const {
-    int total = 0;
-    for (const Part& part : parts) total += part.n;
-    return total;
-}
-
 void pack_w4(const CodeParts& codes, int k, uint8_t* out, ThreadPool& pool) {
-    const int n = codes.n();
+    const int n = codes.rows.n();
     pool.run(tiles(n), [&](int bn, int) {
         const int rows = std::min(kTile, n - bn * kTile);
         const std::vector<Run> runs = runs_of(codes, bn * kTile, rows);
-        uint8_t tile[kTile][kTile];  // [column, row]: as the codes lie
+        CodeTile tile;
         for (int bk = 0; bk < tiles(k); ++bk) {
             const int columns = std::min(kTile, k - bk * kTile);
-            if (rows < kTile || columns < kTile) std::memset(tile, 0, sizeof tile);
+            if (rows < kTile || columns < kTile) std::memset(tile.codes, 0, sizeof tile.codes);
             for (const Run& run : runs) {
                 const uint8_t* from = run.from + int64_t(bk) * kTile * run.stride;
                 for (int c = 0; c < columns; ++c, from += run.stride) {
                     if (run.count == 8)
-                        std::memcpy(tile[c] + run.to, from, 8);
+                        std::memcpy(tile.codes[c] + run.to, from, 8);
                     else
-                        std::memcpy(tile[c] + run.to, from, run.count);
+                        std::memcpy(tile.codes[c] + run.to, from, run.count);
                 }
             }
-            uint8_t* to = out + (int64_t(bn) * tiles(k) + bk) * kTileBytes;
-            // Lane 4 g + t of a sub-tile has its rows g and g + 8, of 16 columns.
-            for (int s = 0; s < 4; ++s)
-                for (int t = 0; t < 4; ++t) {
-                    uint64_t pairs[16];  // [byte of the lane], of eight rows and the eight below them
-                    for (int byte = 0; byte < 16; ++byte) {
-                        const uint8_t* column = tile[column_of(t, byte)] + 16 * s;
-                        uint64_t low, high;
-                        std::memcpy(&low, column, 8);
-                        std::memcpy(&high, column + 8, 8);
-                        pairs[byte] = low | high << 4;
-                    }
-                    transpose(pairs, to + s * kSubTileBytes + t * 16, 64);
-                }
+            pack_by_columns(tile, out + (int64_t(bn) * tiles(k) + bk) * kTileBytes);
         }
     });
 }

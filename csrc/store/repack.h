@@ -5,19 +5,14 @@
 #include <vector>
 
 #include "core/thread_pool.h"
+#include "store/fused_rows.h"
 
 namespace turbomill {
 
-// Linears that are fused along N: one after the other, or `block` rows of each, of equal size, in turn.
+// Codes of linears that are fused along N.
 struct CodeParts {
-    struct Part {
-        const uint8_t* codes;  // [K, n]
-        int n;
-    };
-    std::vector<Part> parts;
-    int block = 0;
-
-    int n() const;
+    std::vector<const uint8_t*> parts;  // each [K, n]
+    FusedRows rows;
 };
 
 // To w4.n64k64 (convert/FORMAT.md), uint8 [ceil(N/64), ceil(K/64), 4, 32, 16]; the padding is zero.

@@ -219,7 +219,7 @@ def test_awq_without_qzeros(make_linear):
 
 def test_minima_have_no_place_in_other_formats(make_linear):
     plain = make_linear(64, 32, QuantScheme(4, 32, True))
-    linear = plain.with_mins()
+    linear = plain.grid.with_mins().with_codes(plain.codes)
     assert torch.equal(linear.dequantize(), plain.dequantize()) and not linear.zeros.any()
     linear.validate("x")
     for form in (AwqFormat(plain.scheme), GptqFormat(plain.scheme), CompressedTensorsFormat(plain.scheme)):

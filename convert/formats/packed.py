@@ -1,0 +1,33 @@
+"""A 4-bit linear as a checkpoint packs it: its codes stay in the file's words, which the store's packing reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from turbomill.convert.linear import QuantGrid
+
+Packing = Literal["awq", "kn", "nk"]
+PER_WORD = 8  # codes
+
+
+@dataclass(frozen=True)
+class PackedLinear:
+    """Codes in int32 `words`, eight to a word: of neighbouring outputs in AWQ gemm's order ("awq", [K, N/8]), or
+    of neighbouring inputs, low bits first ("kn", [K/8, N], and "nk", [N, K/8])."""
+
+    packing: Packing
+    words: Tensor
+    grid: QuantGrid  # without an order
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(K, N)."""
+        return self.grid.k, self.grid.scales.shape[1]
+
+    @property
+    def whole(self) -> bool:
+        """Whether no word holds something else beside eight codes."""
+        return all(size % PER_WORD == 0 for size in self.shape)
