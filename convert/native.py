@@ -7,7 +7,6 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,9 +30,12 @@ def pack_w4(parts: Sequence[Tensor], block: int = 0) -> Tensor:
     return torch.from_numpy(_repack().pack_w4([part.contiguous().numpy() for part in parts], block))
 
 
-def pack_words(packing: str, parts: Sequence[Tensor], k: int, block: int, first: int, out: np.ndarray) -> None:
-    """Of pack_w4 of the codes that int32 words hold ("awq" [K, N/8], "kn" [K/8, N], "nk" [N, K/8]), which are never
-    made: rows of tiles from `first` on, as many as the bytes `out` hold. K, N and the block: multiples of 8."""
+def pack_words(
+    packing: str, parts: Sequence[Tensor], k: int, block: int, first: int, out: memoryview
+) -> None:
+    """pack_w4 of the codes that int32 words hold ("awq" [K, N/8], "kn" [K/8, N] or "nk" [N, K/8]), which are
+    never made: rows of tiles from `first` on, as many as the bytes `out` hold. K, every N and the block are
+    multiples of 8."""
     _repack().pack_words(packing, [part.contiguous().numpy() for part in parts], k, block, first, out)
 
 

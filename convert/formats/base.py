@@ -61,7 +61,7 @@ class WeightFormat(ABC):
         """Read one linear into its canonical form. Raises CheckpointError naming the tensor."""
 
     def packed(self, source: TensorSource, prefix: str) -> PackedLinear | None:
-        """One linear with its codes left in their words; None where only `unpack` can read it. Raises as that."""
+        """One linear with its codes left in their words, or None: `unpack` reads it. Raises as `unpack`."""
         return None
 
     def order(self, source: TensorSource, prefix: str) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""A 4-bit linear as a checkpoint packs it: its codes stay in the file's words, which the store's packing reads."""
+"""A 4-bit linear as a checkpoint packs it: its codes stay in the file's words, which stores are made from."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ PER_WORD = 8  # codes
 
 @dataclass(frozen=True)
 class PackedLinear:
-    """Codes in int32 `words`, eight to a word: of neighbouring outputs in AWQ gemm's order ("awq", [K, N/8]), or
-    of neighbouring inputs, low bits first ("kn", [K/8, N], and "nk", [N, K/8])."""
+    """Codes in int32 `words`, eight to a word: of neighbouring outputs in AWQ gemm's order ("awq", [K, N/8]),
+    or of neighbouring inputs, low bits first ("kn", [K/8, N], and "nk", [N, K/8])."""
 
     packing: Packing
     words: Tensor

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import prod
 
 import numpy as np
@@ -30,8 +29,8 @@ class Made(ABC):
         return prod(self.shape) * self.dtype.itemsize
 
     @abstractmethod
-    def fill(self, begin: int, out: np.ndarray) -> None:
-        """Write the bytes from `begin` on, as many as uint8 `out` [n] holds, into it."""
+    def fill(self, begin: int, out: memoryview) -> None:
+        """Write the bytes from `begin` on, as many as `out` holds, into it."""
 
 
 class Whole(Made):
@@ -43,35 +42,26 @@ class Whole(Made):
         self.dtype, self.shape = tensor.dtype, tuple(tensor.shape)
         self._bytes = np.frombuffer(tensor_bytes(tensor), np.uint8)
 
-    def fill(self, begin: int, out: np.ndarray) -> None:
-        """A copy."""
-        np.copyto(out, self._bytes[begin : begin + out.size])
+    def fill(self, begin: int, out: memoryview) -> None:
+        """A copy, by NumPy's hand: it lets other threads run."""
+        np.copyto(np.frombuffer(out, np.uint8), self._bytes[begin : begin + len(out)])
 
 
-@dataclass(frozen=True)
 class Codes(Made):
-    """Codes of linears that are fused along N, `block` rows of each in turn unless it is 0, as w4.n64k64: straight
-    from the words of the checkpoint, in units of a row of tiles."""
+    """Codes of linears that are fused along N, `block` rows of each in turn unless it is 0, as w4.n64k64:
+    straight from the words of the checkpoint, in units of a row of tiles."""
 
-    parts: Sequence[PackedLinear]  # of one packing
-    block: int
-    dtype = torch.uint8
+    def __init__(self, parts: Sequence[PackedLinear], block: int) -> None:
+        self._parts, self._block = parts, block  # of one packing
+        k, n = parts[0].grid.k, sum(part.shape[1] for part in parts)
+        self.dtype = torch.uint8
+        self.shape = (padded(n) // TILE, padded(k) // TILE, *tile_shape(4))
+        self.unit = prod(self.shape[1:])
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """[Np/64, Kp/64, 4, 32, 16]."""
-        k, n = self.parts[0].grid.k, sum(part.shape[1] for part in self.parts)
-        return padded(n) // TILE, padded(k) // TILE, *tile_shape(4)
-
-    @property
-    def unit(self) -> int:
-        """A row of tiles."""
-        return prod(self.shape[1:])
-
-    def fill(self, begin: int, out: np.ndarray) -> None:
+    def fill(self, begin: int, out: memoryview) -> None:
         """Rows of tiles."""
-        first, words = self.parts[0], [part.words for part in self.parts]
-        native.pack_words(first.packing, words, first.grid.k, self.block, begin // self.unit, out)
+        first, words = self._parts[0], [part.words for part in self._parts]
+        native.pack_words(first.packing, words, first.grid.k, self._block, begin // self.unit, out)
 
 
 def codes_in_words(parts: Sequence[PackedLinear], block: int) -> Codes | None:

@@ -59,8 +59,7 @@ def as_stored(name: str, linear: Linear, scheme: QuantScheme | None, dtype: torc
 
 
 def grid_as_stored(name: str, grid: QuantGrid, scheme: QuantScheme, dtype: torch.dtype) -> QuantGrid:
-    """What stands beside the codes, likewise. The codes themselves stay as they are where they have the stored
-    bits."""
+    """The same of what stands beside the codes. They stay as they are where they have the stored bits."""
     if scheme.mins:
         grid = grid.with_mins()
     shift = _shift(grid.scheme, scheme)

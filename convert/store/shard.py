@@ -1,7 +1,7 @@
 """A shard's file: pieces written in any order by several threads, past the system's cache where that can be.
 
-Everything that is written has to be on the disk before the store appears. Copied into the page cache first, each byte
-costs the processor two to five times what making it costs, and pushes out what others have cached there.
+What is written has to be on the disk before the store appears. By way of the page cache, each byte would
+cost the processor more than making it does, and push out what others have cached.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import queue
 import threading
 from pathlib import Path
 
-import numpy as np
 from isal.isal_zlib import crc32, crc32_combine
 
 from turbomill.convert.store.made import Made
@@ -27,22 +26,22 @@ class Buffers:
     """Memory that pieces are made in, again and again: one for each of `count` threads that write."""
 
     def __init__(self, count: int) -> None:
-        self._free: queue.SimpleQueue[np.ndarray] = queue.SimpleQueue()
+        self._free: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
         for _ in range(count):
             self._free.put(_pages(PIECE))
 
-    def take(self, nbytes: int) -> np.ndarray:
+    def take(self, nbytes: int) -> memoryview:
         """Bytes, at least so many and a page, that start at a page; waits until there are some."""
         buffer = self._free.get()
-        return buffer if buffer.size >= nbytes + PAGE else _pages(nbytes)
+        return buffer if len(buffer) >= nbytes + PAGE else _pages(nbytes)
 
-    def give(self, buffer: np.ndarray) -> None:
+    def give(self, buffer: memoryview) -> None:
         """Back."""
         self._free.put(buffer)
 
 
-def _pages(nbytes: int) -> np.ndarray:
-    return np.frombuffer(mmap.mmap(-1, nbytes + PAGE), np.uint8)
+def _pages(nbytes: int) -> memoryview:
+    return memoryview(mmap.mmap(-1, nbytes + PAGE))
 
 
 class Shard:
@@ -55,8 +54,8 @@ class Shard:
         self._lock = threading.Lock()
         self._unflushed = 0
         self._sums: dict[int, tuple[int, int]] = {}  # offset -> checksum and length
-        self._note(0, np.frombuffer(header, np.uint8))
-        _write(self._cached, 0, np.frombuffer(header, np.uint8))
+        self._note(0, memoryview(header))
+        _write(self._cached, 0, memoryview(header))
 
     def put(self, offset: int, made: Made, begin: int, nbytes: int) -> None:
         """Make a piece and write it at `offset`."""
@@ -70,13 +69,13 @@ class Shard:
         finally:
             self._buffers.give(buffer)
 
-    def _note(self, offset: int, piece: np.ndarray) -> None:
-        self._sums[offset] = crc32(memoryview(piece)), piece.size
+    def _note(self, offset: int, piece: memoryview) -> None:
+        self._sums[offset] = crc32(piece), len(piece)
 
-    def _write(self, offset: int, piece: np.ndarray) -> None:
+    def _write(self, offset: int, piece: memoryview) -> None:
         """Whole pages directly, what is left before and after them through the cache."""
         first = -offset % PAGE
-        last = first + max(piece.size - first, 0) // PAGE * PAGE
+        last = first + max(len(piece) - first, 0) // PAGE * PAGE
         if self._direct is None or last == first:
             first = last = 0
         else:
@@ -88,9 +87,9 @@ class Shard:
                 first = last = 0
         if first:
             _write(self._cached, offset, piece[:first])
-        if last < piece.size:
+        if last < len(piece):
             _write(self._cached, offset + last, piece[last:])
-        self._flush_some(piece.size - (last - first))
+        self._flush_some(len(piece) - (last - first))
 
     def _flush_some(self, written: int) -> None:
         """One of the threads that write waits for the disk when much is cached; the others go on."""
@@ -134,7 +133,7 @@ def _open_direct(path: Path) -> int | None:
         return None
 
 
-def _write(handle: int, offset: int, data: np.ndarray) -> None:
+def _write(handle: int, offset: int, data: memoryview) -> None:
     done = 0
-    while done < data.size:
-        done += os.pwrite(handle, memoryview(data[done:]), offset + done)
+    while done < len(data):
+        done += os.pwrite(handle, data[done:], offset + done)

@@ -1,7 +1,7 @@
 """Writes a plan's tensors into safetensors shards: the headers are known first, then the data streams.
 
-Nothing waits for the disk until the end: some threads make what the next steps hold, others turn it into pieces of the
-file, take their checksums while they are in the processor's cache, and write them.
+Some threads read what the next steps hold, others make pieces of the file of it, take their checksums while
+they are in the processor's cache, and write them: while some wait for the disk, others work.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from pathlib import Path
 from isal.isal_zlib import crc32
 
 from turbomill.convert.safetensors_io import TAGS, Entry, encode_header
-from turbomill.convert.store.manifest import TensorInfo, dtype_name
 from turbomill.convert.store.made import Made
+from turbomill.convert.store.manifest import TensorInfo, dtype_name
 from turbomill.convert.store.plan import Planned, Step
 from turbomill.convert.store.shard import PAGE, PIECE, Buffers, Shard
 
@@ -38,7 +38,7 @@ class _Part:
 def write_shards(
     directory: Path, steps: Sequence[Step], done: Callable[[int], None], shard_bytes: int = SHARD_BYTES
 ) -> tuple[dict[str, TensorInfo], dict[str, str]]:
-    """Write every tensor; `done(nbytes)` after each piece. Returns where each lies, and the shards' checksums.
+    """Write every tensor; `done(nbytes)` after each piece. Returns where each lies, and shards' checksums.
 
     All is on the disk then. Memory: what MAKERS + 1 steps make, and WRITERS pieces.
     """
@@ -88,8 +88,8 @@ def _finish(pending: deque[tuple[Future[None], int]], done: Callable[[int], None
 
 
 def _pieces(made: Made, offset: int) -> Iterator[tuple[int, int]]:
-    """Where in a tensor that lies at `offset` each piece begins, and its bytes: up to a page of the file if the
-    tensor can be cut there."""
+    """Where in a tensor that lies at `offset` each piece begins, and its bytes. Where it may be cut anywhere,
+    that is at a page of the file."""
     size = max(PIECE // made.unit, 1) * made.unit
     begin = 0
     while begin < made.nbytes:
