@@ -22,7 +22,7 @@ from turbomill.convert.store.shard import PAGE, PIECE, Buffers, Shard
 
 LINE = 64
 MAKERS = 2  # threads that make tensors while others are written
-WRITERS = 3  # threads that write pieces of them: while one waits for the disk, others make
+WRITERS = 4  # threads that write pieces of them: while one waits for the disk, others make
 SHARD_BYTES = 1 << 30
 
 
