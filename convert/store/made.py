@@ -62,10 +62,3 @@ class Codes(Made):
         """Rows of tiles."""
         first, words = self._parts[0], [part.words for part in self._parts]
         native.pack_words(first.packing, words, first.grid.k, self._block, begin // self.unit, out)
-
-
-def codes_in_words(parts: Sequence[PackedLinear], block: int) -> Codes | None:
-    """The codes of linears that are fused, or None where they must be unpacked to meet."""
-    if len({part.packing for part in parts}) != 1 or not native.available():
-        return None
-    return Codes(parts, block if len(parts) > 1 else 0)

@@ -10,6 +10,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from turbomill.convert import native
 from turbomill.convert.checkpoint import Checkpoint
 from turbomill.convert.formats.packed import PackedLinear
 from turbomill.convert.linear import DenseLinear, QuantGrid, QuantLinear, QuantScheme
@@ -28,7 +29,7 @@ from turbomill.convert.store.layout import (
     stored_group,
     tile_shape,
 )
-from turbomill.convert.store.made import Made, Whole, codes_in_words
+from turbomill.convert.store.made import Codes, Made, Whole
 from turbomill.convert.store.scheme import as_stored, grid_as_stored, stored_scheme
 from turbomill.errors import CheckpointError, UnsupportedModelError
 
@@ -261,7 +262,7 @@ def _in_words(
     dtype: torch.dtype,
 ) -> list[Made] | None:
     """The same of parts whose codes can stay in the checkpoint's words until they are written; else None."""
-    if scheme.bits != 4:
+    if scheme.bits != 4 or not native.available():
         return None
     parts: list[PackedLinear] = []
     for prefix in prefixes:
@@ -269,10 +270,10 @@ def _in_words(
         if part is None:
             return None
         parts.append(part)
-    codes = codes_in_words(parts, fusion.interleave)
-    if codes is None:
+    if len({part.packing for part in parts}) != 1:
         return None
     grids = [grid_as_stored(p, part.grid, scheme, dtype) for p, part in zip(prefixes, parts, strict=True)]
+    codes = Codes(parts, fusion.interleave if len(parts) > 1 else 0)
     return [codes, *map(Whole, _beside_codes(fuse_grids(name, fusion, grids)))]
 
 
