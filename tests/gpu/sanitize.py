@@ -129,7 +129,7 @@ def fused() -> None:
     types = {"dtype": "float16", "scale_dtype": "float16", "out_dtype": "float16"}
     for group in (32, 128):
         weight = w4(144, 384, group)
-        for kernel in gpu.w4_kernels():
+        for kernel in gpu.fused_kernels(4):
             for splits in (1, 3) if kernel[0] != 7 else (1,):
                 for way in ("fused", "gated"):
                     plan = (*kernel, splits)

@@ -108,7 +108,7 @@ def fused() -> list[tuple[int, int, int]]:
     """The fused kernels (warpgroups, tokens, blocks), where there are any."""
     if not _core.kernels_cuda.w4_fused_runs():
         pytest.skip("needs a GPU of capability 9.0 and machine code for 90a")
-    return _core.kernels_cuda.w4_kernels()
+    return _core.kernels_cuda.fused_kernels(4)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -227,7 +227,7 @@ def test_w4_fused_overlapping_launches_wait_for_their_input(fused: list) -> None
 def test_w4_fused_refuses_a_plan_without_a_kernel(fused: list) -> None:
     _, stored = w4_case(64, 128, 64, True, "float16")
     for plan in ((5, 8, 1, 1), (2, 8, 2, 9), (2, 8, 2, 3), (2, 8, 2, 0), (7, 128, 1, 2)):
-        with pytest.raises(ValueError, match="w4_fused"):
+        with pytest.raises(ValueError, match="fused linear"):
             _core.kernels_cuda.w4_linear(
                 np.zeros((1, 128), np.float32),
                 *stored,

@@ -1,4 +1,4 @@
-#include "kernels/cuda/w4_plan.h"
+#include "kernels/cuda/fused_plan.h"
 
 #include <algorithm>
 
@@ -6,14 +6,14 @@ namespace turbomill::cuda {
 namespace {
 
 struct Measured {
-    int n, k, rows;
+    int bits, n, k, rows;
     bool overlap;
-    W4Plan plan;
+    FusedPlan plan;
 };
 
 // By shape, then by rows; `make tune-gpu` writes it.
 constexpr Measured kMeasured[] = {
-#include "kernels/cuda/w4_plans_sm90a.inc"
+#include "kernels/cuda/fused_plans_sm90a.inc"
 };
 
 int ceil_div(int a, int b) {
@@ -49,7 +49,7 @@ struct Prices {
 constexpr Prices kApart{295, 1.96, 2.13, 51.3, 3.98, 3140, 25.5, 3650, 1.52, 2.19};
 constexpr Prices kOverlapping{534, 0.928, 0.753, 165, 2.45, 1450, 27.1, 4240, 0.0125, 1.57};
 
-double clocks(const Prices& p, const W4Plan& plan, int n, int k, int rows, int multiprocessors) {
+double clocks(const Prices& p, const FusedPlan& plan, int n, int k, int rows, int multiprocessors) {
     const auto [warpgroups, tokens, blocks] = plan.kernel;
     const double groups = double(warpgroups) / plan.kernel.thread_blocks(), sums = tokens * groups;
     const int clusters = ceil_div(n, 64 * warpgroups) * plan.kernel.thread_blocks() * ceil_div(rows, tokens);
@@ -66,18 +66,20 @@ double clocks(const Prices& p, const W4Plan& plan, int n, int k, int rows, int m
 
 }  // namespace
 
-W4Plan choose_w4_plan(int n, int k, int rows, int multiprocessors, bool overlap) {
+FusedPlan choose_fused_plan(int bits, int n, int k, int rows, int multiprocessors, bool overlap) {
     const Measured* measured = nullptr;
     for (const auto& entry : kMeasured)
-        if (entry.n == n && entry.k == k && entry.overlap == overlap && (!measured || measured->rows < rows))
+        if (entry.bits == bits && entry.n == n && entry.k == k && entry.overlap == overlap &&
+            (!measured || measured->rows < rows))
             measured = &entry;
     if (measured) return measured->plan;
-    W4Plan choice{};
+    FusedPlan choice{};
     double least = 0;
-    for (const auto& kernel : kW4Kernels) {
+    for (const auto& kernel : fused_kernels(bits)) {
         if (kernel.tokens >= 2 * std::max(rows, 8)) continue;  // half of it would be idle
+        if (kernel.by_warps() && rows > kMostByWarps) continue;
         for (int splits = 1; splits <= std::clamp(ceil_div(k, 128), 1, kernel.most_splits()); ++splits) {
-            const W4Plan plan{kernel, splits};
+            const FusedPlan plan{kernel, splits};
             const double cost = clocks(overlap ? kOverlapping : kApart, plan, n, k, rows, multiprocessors);
             if (!choice.splits || cost < least) choice = plan, least = cost;
         }
