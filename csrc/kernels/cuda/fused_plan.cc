@@ -40,14 +40,23 @@ int room(int multiprocessors, int blocks, int size) {
 // What a plan takes, in about clocks. A thread block's step of 64 of K is bound by its own pace, by its
 // multiprocessor's tensor cores and copies, or by the memory that all share; a round of thread blocks has a
 // price of its own, and so has adding up a split K. The numbers were fitted to the times of every plan at the
-// four shapes of a Llama-3-8B layer (H200, 2026-11-30), of these kernels before they shed a tenth of their
-// instructions; of today's times, the estimate's choice is within 2 % of the best plan in the mean, within
-// 12 % at worst.
+// four shapes of a Llama-3-8B layer on an H200. Those of 4 bits (2026-11-30): of kernels before they shed a
+// tenth of their instructions; of today's times, the choice is within 2 % of the best plan in the mean, within
+// 12 % at worst. Those of 8 bits (2026-12-01): within 1 and, overlapping, 2 %, 11 and 16 % at worst.
 struct Prices {
     double pace, pace_token, tensor, copy_rows, copy_token, round, round_sum, split, split_sum, memory;
 };
 constexpr Prices kApart{295, 1.96, 2.13, 51.3, 3.98, 3140, 25.5, 3650, 1.52, 2.19};
 constexpr Prices kOverlapping{534, 0.928, 0.753, 165, 2.45, 1450, 27.1, 4240, 0.0125, 1.57};
+// Of 8 bits, fitted to a sweep of these kernels (2026-12-01): within 1 and 2 % in the mean, 11 and 16 % at
+// worst.
+constexpr Prices kBytesApart{304, 5.26, 3.85, 114, 7.64, 13600, 4.73, 6070, 2.34, 2.46};
+constexpr Prices kBytesOverlapping{504, 2.11, 2.5, 133, 3.97, 0, 13.6, 8000, 1.53, 1.63};
+
+const Prices& prices(int bits, bool overlap) {
+    if (bits == 8) return overlap ? kBytesOverlapping : kBytesApart;
+    return overlap ? kOverlapping : kApart;
+}
 
 double clocks(const Prices& p, const FusedPlan& plan, int n, int k, int rows, int multiprocessors) {
     const auto [warpgroups, tokens, blocks] = plan.kernel;
@@ -80,7 +89,7 @@ FusedPlan choose_fused_plan(int bits, int n, int k, int rows, int multiprocessor
         if (kernel.by_warps() && rows > kMostByWarps) continue;
         for (int splits = 1; splits <= std::clamp(ceil_div(k, 128), 1, kernel.most_splits()); ++splits) {
             const FusedPlan plan{kernel, splits};
-            const double cost = clocks(overlap ? kOverlapping : kApart, plan, n, k, rows, multiprocessors);
+            const double cost = clocks(prices(bits, overlap), plan, n, k, rows, multiprocessors);
             if (!choice.splits || cost < least) choice = plan, least = cost;
         }
     }

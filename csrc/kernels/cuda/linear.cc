@@ -85,17 +85,20 @@ void LinearRunner::operator()(const DeviceLinear& w, const void* x, int rows, vo
 
 bool LinearRunner::silu_gated(const DeviceLinear& w, const void* x, int rows, void* y) {
     if (rows < kFewestGated || w.n % 16) return false;
-    if (w.w4.codes && w4_fused_fits(type_, w.w4, x)) {
-        cuda::w4_fused(type_, type_, w.w4, x, w.bias, y, rows, plan_for(4, w, rows),
-                       workspace_.multiprocessors, overlaps(rows), stream_, true);
-        return true;
-    }
-    if (w.w8.codes && w8_fused_fits(type_, w.w8, x, rows)) {
-        cuda::w8_fused(type_, type_, w.w8, x, w.bias, y, rows, plan_for(8, w, rows),
-                       workspace_.multiprocessors, overlaps(rows), stream_, true);
-        return true;
-    }
-    return false;
+    const int multiprocessors = workspace_.multiprocessors;
+    const bool overlap = overlaps(rows);
+    if (w.dense && rows <= kDenseFused && dense_fused_fits(type_, w.dense, w.k, x))
+        dense_fused(type_, type_, w.dense, w.n, w.k, x, w.bias, y, rows, multiprocessors, overlap, stream_,
+                    true);
+    else if (w.w4.codes && w4_fused_fits(type_, w.w4, x))
+        cuda::w4_fused(type_, type_, w.w4, x, w.bias, y, rows, plan_for(4, w, rows), multiprocessors, overlap,
+                       stream_, true);
+    else if (w.w8.codes && w8_fused_fits(type_, w.w8, x, rows))
+        cuda::w8_fused(type_, type_, w.w8, x, w.bias, y, rows, plan_for(8, w, rows), multiprocessors, overlap,
+                       stream_, true);
+    else
+        return false;
+    return true;
 }
 
 void LinearRunner::w4_fused(const DeviceLinear& w, const void* x, int rows, void* y, DType out,
@@ -145,6 +148,9 @@ void LinearRunner::w8_as_dense(const DeviceLinear& w, const void* x, int rows, v
 
 void LinearRunner::dense(const void* matrix, const DeviceLinear& w, const void* x, int rows, void* y,
                          DType out) {
+    if (rows <= kDenseFused && dense_fused_fits(type_, matrix, w.k, x))
+        return dense_fused(type_, out, matrix, w.n, w.k, x, w.bias, y, rows, workspace_.multiprocessors,
+                           overlaps(rows), stream_);
     gemm_(type_, out, matrix, x, y, rows, w.n, w.k, w.n, stream_);
     if (w.bias) add_bias(out, y, w.bias, rows, w.n, stream_);
 }

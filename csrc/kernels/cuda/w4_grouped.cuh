@@ -1,6 +1,6 @@
-// The fused W4A16 kernels (w4_fused.cuh) over experts: the same ring, products and stores, with tiles whose
-// rows of tokens are read from memory, so that the host need not know who was chosen. Thread blocks fill the
-// GPU once and take tiles in turn.
+// The fused kernels (fused_linear.cuh) for 4-bit weights over experts: the same ring, products and stores,
+// with tiles whose rows of tokens are read from memory, so that the host need not know who was chosen. Thread
+// blocks fill the GPU once and take tiles in turn.
 #pragma once
 
 #include <algorithm>
