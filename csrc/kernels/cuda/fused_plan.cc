@@ -41,8 +41,8 @@ int room(int multiprocessors, int blocks, int size) {
 // multiprocessor's tensor cores and copies, or by the memory that all share; a round of thread blocks has a
 // price of its own, and so has adding up a split K. The numbers were fitted to the times of every plan at the
 // four shapes of a Llama-3-8B layer on an H200. Those of 4 bits (2026-11-30): of kernels before they shed a
-// tenth of their instructions; of today's times, the choice is within 2 % of the best plan in the mean, within
-// 12 % at worst. Those of 8 bits (2026-12-01): within 1 and, overlapping, 2 %, 11 and 16 % at worst.
+// tenth of their instructions; of today's times, the choice is within 2 % of the best plan in the mean,
+// within 12 % at worst. Those of 8 bits (2026-12-01): within 1 and, overlapping, 2 %, 11 and 16 % at worst.
 struct Prices {
     double pace, pace_token, tensor, copy_rows, copy_token, round, round_sum, split, split_sum, memory;
 };

@@ -10,9 +10,6 @@ namespace {
 constexpr size_t kPartialFloats = size_t(4) << 20;
 constexpr int kCounters = 1 << 16;  // tiles of 64 rows of N: more than any vocabulary needs
 
-constexpr int kFewestGated =
-    9;  // rows from which the gate is fused: with fewer, that was measured to be slower
-
 constexpr int kMostOverlappingW8 = 32;  // rows: with more, overlapping was measured to be slower
 
 const char* const kAdvice = "lower cache_max_entry_count";
@@ -84,7 +81,7 @@ void LinearRunner::operator()(const DeviceLinear& w, const void* x, int rows, vo
 }
 
 bool LinearRunner::silu_gated(const DeviceLinear& w, const void* x, int rows, void* y) {
-    if (rows < kFewestGated || w.n % 16) return false;
+    if (w.n % 16) return false;
     const int multiprocessors = workspace_.multiprocessors;
     const bool overlap = overlaps(rows);
     if (w.dense && rows <= kDenseFused && dense_fused_fits(type_, w.dense, w.k, x))
