@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from turbomill.engine.pytorch.attention import LayerCache, Step, attend_paged, attending
+from turbomill.engine.pytorch.device import fitting
 from turbomill.engine.pytorch.records import Slice
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class Runner(ABC):
 
     @abstractmethod
     def allocate(self) -> None:
-        """Take the cache's memory."""
+        """Take the cache's memory. Raises EngineError where there is not so much."""
 
     @abstractmethod
     def release(self) -> None:
@@ -87,10 +88,12 @@ class PagedRunner(Runner):
     def allocate(self) -> None:
         assert self.model is not None
         modules = dict(self.model.named_modules())
-        self._caches = {
-            modules[name]: LayerCache(self._slots, *heads, self._dtype, self.device)
-            for name, heads in self._layers.heads.items()
-        }
+        nbytes = self._layers.token_elements * (self._slots + 1) * self._dtype.itemsize
+        with fitting(self.device, nbytes, "the KV cache", "lower --cache-max-entry-count"):
+            self._caches = {
+                modules[name]: LayerCache(self._slots, *heads, self._dtype, self.device)
+                for name, heads in self._layers.heads.items()
+            }
 
     def release(self) -> None:
         self._caches = {}

@@ -11,8 +11,10 @@ import inspect
 import os
 import zlib
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch_threads import one_thread  # noqa: F401
 
 try:
     from turbomill import _core
@@ -22,6 +24,16 @@ except ImportError:
     FOUND = False
 
 HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="session")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Of a tiny random Llama in fp32."""
+    from native_engine import store_of, tiny_llama  # they need the core
+
+    path: Path = tmp_path_factory.mktemp("llama") / "model"
+    tiny_llama(path)
+    return store_of(path)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
