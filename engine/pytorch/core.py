@@ -56,6 +56,7 @@ class TorchCore:
         on_outputs: Callable[[list[Any]], None],
     ) -> None:
         self._runner, self._settings, self._load, self._on_outputs = runner, settings, load, on_outputs
+        runner.allocate()
         self._scheduler = self._new_scheduler()
         self._results = Results(self._scheduler, settings.vocab_size)
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
@@ -67,7 +68,6 @@ class TorchCore:
         self._paused = self._asleep = self._ended = False
         self._steps = self._prompt_tokens = 0
         self._healthy = True
-        runner.allocate()
         self._published = self._metrics()
         self._thread = threading.Thread(target=self._run, name="turbomill-pytorch", daemon=True)
         self._thread.start()

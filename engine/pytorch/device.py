@@ -45,7 +45,7 @@ def free_bytes(device: torch.device) -> int:
 def fitting(device: torch.device, nbytes: int, what: str, lower: str) -> Iterator[None]:
     """Around what allocates `nbytes`. Where they do not fit, raises EngineError that says what to `lower`."""
     free = free_bytes(device)
-    refusal = f"{what} needs {nbytes} bytes on {device}, of which {free} are free: {lower}"
+    refusal = f"{what} needs {nbytes} bytes on {device}, where {free} are free: {lower}"
     if nbytes > free:
         raise EngineError(refusal)
     try:

@@ -74,7 +74,7 @@ class Source:
         self.checkpoint.release()
         if device.type != "cpu":
             nbytes = sum(p.numel() * p.element_size() for p in (*model.parameters(), *model.buffers()))
-            what = f"{self.path}: its weights as {str(dtype).removeprefix('torch.')}"
+            what = f"{self.path}: holding its weights as {str(dtype).removeprefix('torch.')}"
             lower = (
                 "use a smaller model, --device cpu, or --backend turbomind, where packed weights stay packed"
             )
