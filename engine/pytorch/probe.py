@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from turbomill.engine.pytorch.attention import IMPLEMENTATION, attending, paged_attention
 from turbomill.engine.pytorch.device import of_device
 from turbomill.engine.pytorch.records import Request, Sequence, Slice
-from turbomill.engine.pytorch.runner import Layers, OwnCacheRunner, PagedRunner, Runner
+from turbomill.engine.pytorch.runner import CACHE_NAMES, Layers, OwnCacheRunner, PagedRunner, Runner
 from turbomill.errors import CheckpointError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def _trial(model: PreTrainedModel, turn: int) -> tuple[_Trial, Any]:
     texts = [[(7919 * i + 101 * length + 31 * turn) % rows for i in range(length)] for length in LENGTHS]
     with torch.inference_mode():
         found = [model(input_ids=torch.tensor([t], device=model.device), use_cache=True) for t in texts]
-    cache = found[0].get("cache") or found[0].get("past_key_values")
+    cache = next((found[0][name] for name in CACHE_NAMES if found[0].get(name) is not None), None)
     return _Trial(texts, [output.logits[0].float() for output in found]), cache
 
 

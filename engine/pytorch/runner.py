@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Heads = tuple[int, int]  # (Nkv, D)
+# What transformers' models call the cache that they take and return; of states, it depends on the version.
+CACHE_NAMES = ("cache", "cache_params", "past_key_values")
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,7 @@ class OwnCacheRunner(Runner):
         """`in_pieces`: whether the model's code continues a text by several tokens at once."""
         super().__init__(model, model.device)
         self._in_pieces = in_pieces
-        self._cache_name = "cache" if "cache" in self._accepted else "past_key_values"
+        self._cache_name = next((n for n in CACHE_NAMES if n in self._accepted), CACHE_NAMES[-1])
 
     def allocate(self) -> None:
         pass  # transformers allocates as a sequence grows

@@ -14,12 +14,14 @@ import pytest
 import torch
 from architectures import CASES
 from torch_models import OWN, PAGED, engine, logits_of, make, text
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from turbomill.convert.reference import attention_implementation
 from turbomill.engine.config import GenerationConfig
 from turbomill.engine.requests import EngineError
 
 REGISTERED = ["gemma2", "mistral-window", "qwen3", "qwen3-moe"]
+IN_EVERY_TYPE = ["gemma2", "qwen3-moe", "gpt2", "gpt_oss", "deepseek_v3"]
 EXPERTS = ("gpt_oss", "deepseek_v3", "qwen3-moe")
 # Of a greedy token's logit, beside the largest one.
 SLACK = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.3}
@@ -32,7 +34,9 @@ def save(kind: str, path: Path, dtype: torch.dtype) -> Any:
 
 def logits_on_gpu(path: Path, dtype: torch.dtype, ids: list[int]) -> np.ndarray:
     """Transformers' own, [T, V]."""
-    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to("cuda").eval()
+    attention = attention_implementation(AutoConfig.from_pretrained(path))
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=attention)
+    model.to("cuda").eval()
     with torch.inference_mode():
         return model(torch.tensor([ids], device="cuda")).logits[0].float().cpu().numpy()
 
@@ -66,12 +70,22 @@ def agree(engine: Any, model: Any, path: Path, ids: list[int], dtype: str, flips
 
 
 @pytest.mark.parametrize("dtype", gpu_tolerance.TORCH)
-@pytest.mark.parametrize("kind", [*REGISTERED, *PAGED])
+@pytest.mark.parametrize("kind", IN_EVERY_TYPE)
 def test_logits_equal_transformers(kind: str, dtype: str, tmp_path: Path) -> None:
     """Whole prompts, chunks, and decodes in a batch, over the paged cache on the device."""
+    check(kind, dtype, tmp_path, (512, 37))
+
+
+@pytest.mark.parametrize("kind", sorted({*REGISTERED, *PAGED} - {*IN_EVERY_TYPE}))
+def test_other_families(kind: str, tmp_path: Path) -> None:
+    check(kind, "float32", tmp_path, (37,))
+
+
+def check(kind: str, dtype: str, tmp_path: Path, budgets: tuple[int, ...]) -> None:
+    """By each budget of a step's prompt tokens."""
     model = save(kind, tmp_path, gpu_tolerance.TORCH[dtype])
     flips = kind in EXPERTS and dtype != "float32"
-    for budget in (512, 37):
+    for budget in budgets:
         with engine(tmp_path, device="cuda", max_prefill_token_num=budget) as e:
             assert (e.info.backend, e.info.kv_cache) == ("cuda:0", dtype)
             agree(e, model, tmp_path, text(90), dtype, flips)

@@ -21,11 +21,11 @@ from server_thread import serving
 from turbomill import EngineConfig, _core
 from turbomill.engine.select import create_engine
 
-path, backend, rules = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
+path, backend = Path(sys.argv[1]), sys.argv[2]
 COUNT = 400 if backend == "turbomind" else 60
 config = EngineConfig(backend=backend, device="cuda", session_len=512, max_batch_size=4)
 engine = create_engine(path, config)
-body = {"model": "tiny", "temperature": 0, "max_tokens": COUNT, "ignore_eos": True, **rules}
+body = {"model": "tiny", "temperature": 0, "max_tokens": COUNT, "ignore_eos": True}
 prompts = [[3 + i] * (9 + i) for i in range(12)]  # more than run at a time
 
 
@@ -94,20 +94,15 @@ with serving(engine) as url:
 engine.close()
 print(f"as it should be: {failed} of {len(clients)} failed")
 """
-# A penalty too small to change a token: rows of logits are edited, which keeps state on the GPU.
-RULES = '{"frequency_penalty": 1e-6}'
 
 
-@pytest.mark.parametrize("rules", ["{}", RULES], ids=["plain", "rules"])
 @pytest.mark.parametrize("backend", ["turbomind", "pytorch"])
-def test_a_broken_gpu_fails_every_request_and_makes_health_fail(
-    backend: str, rules: str, tiny_store: Any
-) -> None:
+def test_a_broken_gpu_fails_every_request_and_makes_health_fail(backend: str, tiny_store: Any) -> None:
     tests = Path(__file__).parents[1]
     paths = [str(tests / "engine"), str(tests / "engine/native")]
     script = f"import sys; sys.path[:0] = {paths!r}\n{BROKEN}"
     done = subprocess.run(
-        [sys.executable, "-c", script, str(tiny_store.path), backend, rules],
+        [sys.executable, "-c", script, str(tiny_store.path), backend],
         capture_output=True,
         text=True,
         timeout=120,
