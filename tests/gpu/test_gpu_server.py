@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from apart import run_apart
 
 for name in ("fastapi", "uvicorn", "httpx", "prometheus_client"):
     pytest.importorskip(name)
@@ -98,15 +96,4 @@ print(f"as it should be: {failed} of {len(clients)} failed")
 
 @pytest.mark.parametrize("backend", ["turbomind", "pytorch"])
 def test_a_broken_gpu_fails_every_request_and_makes_health_fail(backend: str, tiny_store: Any) -> None:
-    tests = Path(__file__).parents[1]
-    paths = [str(tests / "engine"), str(tests / "engine/native")]
-    script = f"import sys; sys.path[:0] = {paths!r}\n{BROKEN}"
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tiny_store.path), backend],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "as it should be" in done.stdout
+    run_apart(BROKEN, str(tiny_store.path), backend)
