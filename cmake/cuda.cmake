@@ -46,6 +46,7 @@ if(TURBOMILL_CUDA_FOUND)
     csrc/kernels/cuda/attention_tensor_e5m2.cu
     csrc/kernels/cuda/attention_tensor_4.cu
     csrc/kernels/cuda/attention_tensor_8.cu
+    csrc/kernels/cuda/dense_fused.cu
     csrc/kernels/cuda/elementwise.cu
     csrc/kernels/cuda/fault.cu
     csrc/kernels/cuda/grouped_dense.cu

@@ -21,18 +21,25 @@ namespace {
 
 using cuda::check;
 
-Floats dense_linear(const Floats& x, const Floats& w, const Floats& bias, const std::string& dtype,
-                    const std::string& out_dtype) {
+// `gated`: the fused silu gate; none where that is not fused.
+std::optional<Floats> dense_linear(const Floats& x, const Floats& w, const Floats& bias,
+                                   const std::string& dtype, const std::string& out_dtype, bool gated) {
     const DType type = parse_dtype(dtype), out = parse_dtype(out_dtype);
-    const int rows = int(x.shape(0)), n = int(w.shape(0)), k = int(w.shape(1));
-    const DeviceArray input(x, type), weight(w, type), biases(bias, DType::F32), y(out, size_t(rows) * n);
+    const int rows = int(x.shape(0)), n = int(w.shape(0)), k = int(w.shape(1)), columns = gated ? n / 2 : n;
+    const DeviceArray input(x, type), weight(w, type), biases(bias, DType::F32),
+        y(out, size_t(rows) * columns);
     cuda::DeviceLinear linear;
     linear.n = n;
     linear.k = k;
     linear.dense = weight.as<void>();
     linear.bias = bias.size() ? biases.as<float>() : nullptr;
-    cuda::LinearRunner(type, 0, 0, nullptr)(linear, input.as<void>(), rows, y.as<void>(), out);
-    return y.array({rows, n});
+    cuda::LinearRunner run(type, 0, 0, nullptr);
+    if (!gated) {
+        run(linear, input.as<void>(), rows, y.as<void>(), out);
+    } else if (!run.silu_gated(linear, input.as<void>(), rows, y.as<void>())) {
+        return std::nullopt;
+    }
+    return y.array({rows, columns});
 }
 
 // `way`: "in_place", "as_dense", "fused" or "gated" with `plan`, or "" for the one that the engine takes.
@@ -207,7 +214,7 @@ size_t weight_bytes(const ModelConfig& model, const std::vector<TensorRef>& tens
 void register_kernels_cuda_linear(py::module_& m) {
     const Floats none(0);
     m.def("dense_linear", &dense_linear, py::arg("x"), py::arg("w"), py::arg("bias") = none, py::arg("dtype"),
-          py::arg("out_dtype"));
+          py::arg("out_dtype"), py::arg("gated") = false);
     m.def("w4_linear", &w4_linear, py::arg("x"), py::arg("codes"), py::arg("scales"), py::arg("zeros"),
           py::arg("n"), py::arg("k"), py::arg("bias") = none, py::arg("dtype"), py::arg("scale_dtype"),
           py::arg("out_dtype"), py::arg("way") = "", py::arg("plan") = py::none());

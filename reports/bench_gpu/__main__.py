@@ -11,9 +11,9 @@ from typing import Any
 
 from turbomill import _core
 from turbomill.reports.bench_gpu import end_to_end, kernels, table
-from turbomill.reports.bench_gpu.random_model import LLAMA3_8B, RandomModel
+from turbomill.reports.bench_gpu.random_model import model_named
 
-SECTIONS = ("copy", "linears", "linears8", "experts", "decodes", "prompts", "end_to_end")
+SECTIONS = ("copy", "linears", "linears8", "linears16", "experts", "decodes", "prompts", "end_to_end")
 
 
 def main() -> None:
@@ -23,7 +23,7 @@ def main() -> None:
     parser.add_argument("--sections", default=",".join(SECTIONS), help="which, by commas")
     parser.add_argument("--dtypes", default="float16,bfloat16", help="of linears")
     parser.add_argument(
-        "--engines", default="w4:0,w4:8,w4:4,w8:0,fp16:0", help="w4, w8 or fp16:KV-BITS, by commas"
+        "--engines", default="w4:0,w4:8,w4:4,w8:0,bf16:0", help="w4, w8, fp16 or bf16:KV-BITS, by commas"
     )
     parser.add_argument("--workloads", default=",".join(end_to_end.WORKLOADS), help="of engines, by commas")
     parser.add_argument("--repeats", type=int, default=9, help="graph replays a kernel's median is of")
@@ -37,7 +37,7 @@ def main() -> None:
     results: dict[str, Any] = {"device": gpus[0]["name"], "date": datetime.date.today().isoformat()}
     if "copy" in sections:
         results["copy_bytes_per_second"] = _core.kernels_cuda.bench_copy()
-    for section, bits in (("linears", 4), ("linears8", 8)):
+    for section, bits in (("linears", 4), ("linears8", 8), ("linears16", 16)):
         if section in sections:
             results[section] = {
                 dtype + (", overlapping" if overlap else ""): kernels.linears(
@@ -57,7 +57,7 @@ def main() -> None:
         results["end_to_end"] = []
         for weights in dict.fromkeys(engine.partition(":")[0] for engine in arguments.engines.split(",")):
             with tempfile.TemporaryDirectory() as folder:
-                model = RandomModel(Path(folder), LLAMA3_8B, {"w4": 4, "w8": 8}.get(weights))
+                model = model_named(weights, Path(folder))
                 for engine in arguments.engines.split(","):
                     if engine.partition(":")[0] != weights:
                         continue

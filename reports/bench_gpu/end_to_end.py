@@ -33,7 +33,7 @@ class Engine:
             "max_prefill_token_num": 8192,
             "block_len": 64,
             "quant_policy": quant_policy,
-            "cache_dtype": "float16",
+            "cache_dtype": model.dtype,
         }
         config = _core.ModelConfig(**model.model)
         block = _core.cache_block_bytes(config, _core.EngineConfig(**settings, cache_block_count=1))

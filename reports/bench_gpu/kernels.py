@@ -76,19 +76,41 @@ def check_bytes(dtype: str) -> float:
     return worst
 
 
+def check_dense(dtype: str) -> float:
+    """The same of a dense linear."""
+    rng = np.random.default_rng()
+    worst = 0.0
+    for n in (192, 17000):
+        w = rng.integers(-64, 65, (n, 1024)).astype(np.float32) / 64
+        for m in ROWS[:7]:
+            x = rng.integers(-64, 65, (m, 1024)).astype(np.float32) / 64
+            y = _core.kernels_cuda.dense_linear(x, w, dtype=dtype, out_dtype="float32")
+            expected = x @ w.T
+            worst = max(worst, float(np.linalg.norm(y - expected) / np.linalg.norm(expected)))
+    if worst > 1e-5:
+        raise RuntimeError(f"the {dtype} dense linear is off by {worst:.1e}: its speed means nothing")
+    return worst
+
+
+CHECKS = {4: check_linear, 8: check_bytes, 16: check_dense}
+
+
 def linears(dtype: str, repeats: int, overlap: bool = False, bits: int = 4) -> list[dict[str, Any]]:
-    """Microseconds of group-128 linears of 4 or 8 bits [{"N", "K", "M", "us", "floor_us"}]; of 4 bits "plan".
+    """Microseconds of linears of 4, 8 (groups of 128) or 16 bits, of 4 bits with their plan.
+
+    As [{"N", "K", "M", "us", "floor_us", "plan"}].
 
     `overlap`: by programmatic dependent launch, a kernel's weights begin to arrive while the one before ends.
     """
-    check_linear(dtype) if bits == 4 else check_bytes(dtype)
+    CHECKS[bits](dtype)
     rows = []
     for m in ROWS:
         for n, k in SHAPES:
             us = _core.kernels_cuda.bench_linear(
                 n, k, m, 128, dtype, overlap=overlap, repeats=repeats, bits=bits
             )
-            moved = n * k * bits / 8 + n * k / 64 + 2 * m * (n + k)
+            params = n * k / 64 if bits < 16 else 0
+            moved = n * k * bits / 8 + params + 2 * m * (n + k)
             floor = max(moved / BANDWIDTH, 2.0 * m * n * k / FLOPS) * 1e6
             entry = {"N": n, "K": k, "M": m, "us": round(us, 2), "floor_us": round(floor, 2)}
             rows.append(entry | ({"plan": _core.kernels_cuda.w4_plan(n, k, m, overlap)} if bits == 4 else {}))

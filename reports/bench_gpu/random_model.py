@@ -38,6 +38,7 @@ class RandomModel:
     folder: Path
     model: dict[str, Any]
     bits: int | None  # 4 or 8, in groups of 128: of linears, of 8 also of the output matrix; None: dense
+    dtype: str = "float16"  # or "bfloat16": of dense weights, scales and so of activations
     tensors: list[_core.TensorRef] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -53,29 +54,34 @@ class RandomModel:
         rng = np.random.default_rng(0)
         elements = max(m["vocab_size"] if self.bits == 8 else 0, 2 * inter) * hidden  # of the largest weight
         step = 0.032 / 2 ** (self.bits or 4)  # of the codes: weights are of one size at any number of bits
-        normal = (rng.standard_normal(BLOCK, np.float32) * 0.02).astype(np.float16)
+        normal = self._halves(rng.standard_normal(BLOCK, np.float32) * 0.02)
         self._files = {
             "normal": self._write("normal", normal, 2 * m["vocab_size"] * hidden),
             "codes": self._write(
                 "codes", rng.integers(0, 256, BLOCK, np.uint8), elements * (self.bits or 4) // 8
             ),
             "scales": self._write(
-                "scales", rng.uniform(step, 2 * step, BLOCK).astype(np.float16), elements // GROUP * 2
+                "scales", self._halves(rng.uniform(step, 2 * step, BLOCK)), elements // GROUP * 2
             ),
-            "ones": self._write("ones", rng.uniform(0.9, 1.1, hidden).astype(np.float16), 2 * hidden),
+            "ones": self._write("ones", self._halves(rng.uniform(0.9, 1.1, hidden)), 2 * hidden),
         }
         frequencies = (500000.0 ** (-np.arange(0, dim, 2) / dim)).astype(np.float32)
         (self.folder / "rope").write_bytes(frequencies.tobytes())
         self._add("rope.inv_freq", "vector", "float32", (dim // 2,), str(self.folder / "rope"), 0)
         self._dense("tok_embeddings", m["vocab_size"], hidden)
         (self._packed if self.bits == 8 else self._dense)("output", m["vocab_size"], hidden)
-        self._window("norm.weight", "vector", "float16", (hidden,), "ones")
+        self._window("norm.weight", "vector", self.dtype, (hidden,), "ones")
         for layer in range(m["num_layers"]):
             prefix = f"layers.{layer}."
             for norm in ("attention_norm", "ffn_norm"):
-                self._window(prefix + norm + ".weight", "vector", "float16", (hidden,), "ones")
+                self._window(prefix + norm + ".weight", "vector", self.dtype, (hidden,), "ones")
             for name, (n, k) in linears.items():
                 (self._packed if self.bits else self._dense)(prefix + name, n, k)
+
+    def _halves(self, values: np.ndarray) -> np.ndarray:
+        if self.dtype == "float16":
+            return values.astype(np.float16)
+        return (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
 
     def _write(self, name: str, values: np.ndarray, nbytes: int) -> Path:
         path = self.folder / name
@@ -89,7 +95,7 @@ class RandomModel:
     def _add(
         self, name: str, layout: str, dtype: str, shape: tuple[int, ...], path: str, offset: int
     ) -> None:
-        nbytes = int(np.prod(shape)) * {"float32": 4, "float16": 2, "uint8": 1}[dtype]
+        nbytes = int(np.prod(shape)) * {"float32": 4, self.dtype: 2, "uint8": 1}[dtype]
         self.tensors.append(_core.TensorRef(name, layout, dtype, shape, path, offset, nbytes))
 
     def _window(self, name: str, layout: str, dtype: str, shape: tuple[int, ...], source: str) -> None:
@@ -99,7 +105,14 @@ class RandomModel:
     def _packed(self, name: str, n: int, k: int) -> None:
         order = (4, 32, 16) if self.bits == 4 else (4, 8, 2, 64)
         self._window(name + ".qweight", f"w{self.bits}.n64k64", "uint8", (n // 64, k // 64, *order), "codes")
-        self._window(name + ".scales", "group.n64", "float16", (n // 64, k // GROUP, 64), "scales")
+        self._window(name + ".scales", "group.n64", self.dtype, (n // 64, k // GROUP, 64), "scales")
 
     def _dense(self, name: str, n: int, k: int) -> None:
-        self._window(name + ".weight", "dense.nk", "float16", (n, k), "normal")
+        self._window(name + ".weight", "dense.nk", self.dtype, (n, k), "normal")
+
+
+def model_named(name: str, folder: Path) -> RandomModel:
+    """Llama-3-8B's shape as "w4", "w8" (both with float16), "fp16" or "bf16"."""
+    return RandomModel(
+        folder, LLAMA3_8B, {"w4": 4, "w8": 8}.get(name), "bfloat16" if name == "bf16" else "float16"
+    )

@@ -20,6 +20,7 @@ def render(results: dict[str, Any]) -> str:
     for title, section in (
         ("4-bit linears, group 128, us, sum over the four shapes of a Llama-3-8B layer", _linears),
         ("8-bit linears, likewise", _linears8),
+        ("16-bit linears, likewise", _linears16),
         ("experts of a layer, bfloat16, us", _experts),
         ("decode attention, us a layer", _decodes),
         ("prompt attention, 4096 tokens, us a layer", _prompts),
@@ -77,6 +78,10 @@ def _linears(results: dict[str, Any], section: str = "linears") -> Iterable[list
 
 def _linears8(results: dict[str, Any]) -> Iterable[list[Any]]:
     return _linears(results, "linears8")
+
+
+def _linears16(results: dict[str, Any]) -> Iterable[list[Any]]:
+    return _linears(results, "linears16")
 
 
 def _experts(results: dict[str, Any]) -> Iterable[list[Any]]:

@@ -105,6 +105,12 @@ def linears() -> None:
         for way in ("in_place", "as_dense"):
             gpu.w4_linear(normal(rows, k), *w4(n, k, group), n, k, **types, way=way)
         gpu.dense_linear(normal(rows, k), normal(n, k), normal(n), dtype="float16", out_dtype="float16")
+    for rows in (3, 12, 20, 40):
+        for n in (144, 17024):
+            x, w = normal(rows, 136), normal(n, 136)
+            for out in ("float16", "float32"):
+                gpu.dense_linear(x, w, normal(n), dtype="float16", out_dtype=out)
+            gpu.dense_linear(x, w, normal(n), dtype="float16", out_dtype="float16", gated=True)
 
 
 def linears8() -> None:

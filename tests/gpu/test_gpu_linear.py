@@ -12,7 +12,7 @@ from store_packing import pack_codes, pack_params
 from turbomill import _core
 
 ROWS = [1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 130]
-SIZES = [(15, 16), (16, 24), (63, 72), (64, 64), (65, 128), (200, 40), (333, 576)]
+SIZES = [(15, 16), (16, 24), (63, 72), (64, 64), (65, 128), (200, 40), (333, 576), (17000, 136)]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
@@ -29,6 +29,25 @@ def test_dense(n: int, k: int, out_fp32: bool, dtype: str) -> None:
         y = _core.kernels_cuda.dense_linear(x, w, bias, dtype=dtype, out_dtype=out)
         # The bias is added to a product that is already rounded.
         gpu_tolerance.assert_close(y, expected, 1.5 * gpu_tolerance.OUTPUT[out])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(("n", "k"), [(16, 64), (208, 320), (512, 2056), (17024, 72)])
+def test_dense_fused_gates_as_the_gates_own_kernel(n: int, k: int, dtype: str) -> None:
+    """The same bits, from sums in one block and from sums of several."""
+    if not _core.kernels_cuda.w4_fused_runs():
+        pytest.skip("needs a GPU of capability 9.0 and machine code for 90a")
+    rng = np.random.default_rng()
+    w = gpu_tolerance.rounded(rng.standard_normal((n, k)), dtype)
+    bias = rng.standard_normal(n).astype(np.float32)
+    for rows in (9, 16, 17, 33, 64):
+        x = gpu_tolerance.rounded(rng.standard_normal((rows, k)), dtype)
+        whole, gated = (
+            _core.kernels_cuda.dense_linear(x, w, bias, dtype=dtype, out_dtype=dtype, gated=gate)
+            for gate in (False, True)
+        )
+        assert np.abs(gated).max() > 0
+        np.testing.assert_array_equal(gated, _core.kernels_cuda.gate(whole, "silu", dtype))
 
 
 W4_CASES = [

@@ -294,6 +294,14 @@ bool w4_fused_fits(DType type, const W4View& w, const void* x);
 void w4_fused(DType type, DType out, const W4View& w, const void* x, const float* bias, void* y, int rows,
               const W4Plan& plan, int multiprocessors, bool overlap, cudaStream_t stream, bool gated = false);
 
+// Whether dense_fused takes a weight [N, K] of T with these activations.
+bool dense_fused_fits(DType type, const void* w, int k, const void* x);
+// y [rows, N] = x [rows, K] w^T + bias, T 16-bit, on Hopper alone; `out`, `overlap` and `gated` as
+// w4_fused's. The weight is read once for each 64 rows.
+void dense_fused(DType type, DType out, const void* w, int n, int k, const void* x, const float* bias,
+                 void* y, int rows, int multiprocessors, bool overlap, cudaStream_t stream,
+                 bool gated = false);
+
 // Whether w8_rows takes this weight with these activations.
 bool w8_rows_fits(const W8View& w, const void* x);
 // y [rows, N] = x [rows, K] w^T + bias, T 16-bit; y in T, or fp32 when `out` is F32. The weight is read once

@@ -83,6 +83,12 @@ void LinearRunner::operator()(const DeviceLinear& w, const void* x, int rows, vo
 }
 
 bool LinearRunner::silu_gated(const DeviceLinear& w, const void* x, int rows, void* y) {
+    if (w.dense && rows >= kFewestGated && rows <= kDenseFused && w.n % 16 == 0 &&
+        dense_fused_fits(type_, w.dense, w.k, x)) {
+        dense_fused(type_, type_, w.dense, w.n, w.k, x, w.bias, y, rows, workspace_.multiprocessors,
+                    overlaps(rows), stream_, true);
+        return true;
+    }
     if (!w.w4.codes || rows < kFewestGated || !w4_fused_fits(type_, w.w4, x) || w.n % 16) return false;
     const W4Plan plan = choose_w4_plan(w.n, w.k, rows, workspace_.multiprocessors, overlaps(rows));
     cuda::w4_fused(type_, type_, w.w4, x, w.bias, y, rows, plan, workspace_.multiprocessors, overlaps(rows),
@@ -131,6 +137,9 @@ void LinearRunner::w8_as_dense(const DeviceLinear& w, const void* x, int rows, v
 
 void LinearRunner::dense(const void* matrix, const DeviceLinear& w, const void* x, int rows, void* y,
                          DType out) {
+    if (rows <= kDenseFused && dense_fused_fits(type_, matrix, w.k, x))
+        return dense_fused(type_, out, matrix, w.n, w.k, x, w.bias, y, rows, workspace_.multiprocessors,
+                           overlaps(rows), stream_);
     gemm_(type_, out, matrix, x, y, rows, w.n, w.k, w.n, stream_);
     if (w.bias) add_bias(out, y, w.bias, rows, w.n, stream_);
 }

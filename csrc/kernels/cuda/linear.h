@@ -7,6 +7,10 @@
 
 namespace turbomill::cuda {
 
+// Rows up to which Hopper multiplies a dense weight by dense_fused: with more, cuBLASLt was measured to be
+// faster.
+constexpr int kDenseFused = 64;
+
 // Where the fused kernels do not run: rows up to which a w4 weight is read in place, kFewRows at a time;
 // beyond, it is made dense for cuBLASLt.
 constexpr int kW4InPlace = 64;

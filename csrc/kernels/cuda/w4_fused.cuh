@@ -272,6 +272,36 @@ __device__ inline void fused_add_pushed(const float* pushed, const FusedJob& job
     });
 }
 
+// A thread block's sums to its cluster, and its share of the cluster's results to y: by every warp but the
+// copying ones, which only attend.
+template <class T, int Groups, int Tokens, class Sizes>
+__device__ inline void fused_exchange(uint8_t* base, const FusedJob& job, int2 place,
+                                      const float (&acc)[Tokens / 2]) {
+    if constexpr (Sizes::kPushes) {
+        const float* pushed = reinterpret_cast<const float*>(base + Sizes::kRing);
+        cluster_wait();
+        fused_push_sums<Tokens, Sizes>(pushed, job, min(Tokens, job.rows - place.y * Tokens), acc);
+        cluster_meet();
+        fused_add_pushed<T, Tokens, Sizes>(pushed, job, place);
+    } else {
+        float* sums = reinterpret_cast<float*>(base);
+        meet(1, 128 * Groups);  // nobody reads the ring any more
+        fused_leave_sums<Tokens, Sizes>(sums, acc);
+        cluster_meet();
+        fused_add_up<T, Tokens, Sizes>(sums, job, place);
+        cluster_meet();  // nobody leaves while others read its sums
+    }
+}
+template <class Sizes>
+__device__ inline void fused_attend_exchange() {
+    if constexpr (Sizes::kPushes) {
+        cluster_wait();
+    } else {
+        cluster_meet();
+    }
+    cluster_meet();
+}
+
 // Halved: two thread blocks have 2 Groups - 1 times 64 rows of N; those in the middle both, for half of the
 // tokens each. For the numbers of rows that would leave many multiprocessors idle.
 template <class T, int Groups, int Tokens, int Blocks, bool Whole, bool Halved>
@@ -294,12 +324,7 @@ __global__ void __launch_bounds__(FusedSizes<Groups, Tokens, Blocks, Whole>::kTh
         if (threadIdx.x == 128 * Groups) fused_copies<Groups, Tokens, Whole, Halved>(ring, maps, job, work);
         __syncwarp();
         if (job.direct) return;
-        if (Sizes::kPushes) {
-            cluster_wait();
-        } else {
-            cluster_meet();
-        }
-        cluster_meet();
+        fused_attend_exchange<Sizes>();
     } else {
         if constexpr (Sizes::kHandsOn) registers_up<Sizes::kProductRegisters>();
         using Products = std::conditional_t<Sizes::kByWarps, WarpProducts<T, Groups, Tokens, Whole, Sizes>,
@@ -329,21 +354,7 @@ __global__ void __launch_bounds__(FusedSizes<Groups, Tokens, Blocks, Whole>::kTh
                                               acc);
                 continue;
             }
-            const int2 place = work.place;
-            if constexpr (Sizes::kPushes) {
-                const float* pushed = reinterpret_cast<const float*>(base + Sizes::kRing);
-                cluster_wait();
-                fused_push_sums<Tokens, Sizes>(pushed, job, min(Tokens, job.rows - place.y * Tokens), acc);
-                cluster_meet();
-                fused_add_pushed<T, Tokens, Sizes>(pushed, job, place);
-                return;
-            }
-            float* sums = reinterpret_cast<float*>(base);
-            meet(1, 128 * Groups);  // nobody reads the ring any more
-            fused_leave_sums<Tokens, Sizes>(sums, acc);
-            cluster_meet();
-            fused_add_up<T, Tokens, Sizes>(sums, job, place);
-            cluster_meet();  // nobody leaves while others read its sums
+            fused_exchange<T, Groups, Tokens, Sizes>(base, job, work.place, acc);
             return;
         }
     }

@@ -101,7 +101,11 @@ __device__ inline void products_wait() {
     }
 
 #define TM_WGMMA_SHARED_BY_COLUMNS(type)                                        \
-    if constexpr (N == 64) {                                                    \
+    if constexpr (N == 8) {                                                     \
+        TM_WGMMA_SHARED("8", type, TM_D4, TM_N4, "%4", "%5", "%6");             \
+    } else if constexpr (N == 16) {                                             \
+        TM_WGMMA_SHARED("16", type, TM_D8, TM_N8, "%8", "%9", "%10");           \
+    } else if constexpr (N == 64) {                                             \
         TM_WGMMA_SHARED("64", type, TM_D32, TM_N32, "%32", "%33", "%34");       \
     } else if constexpr (N == 32) {                                             \
         TM_WGMMA_SHARED("32", type, TM_D16, TM_N16, "%16", "%17", "%18");       \
