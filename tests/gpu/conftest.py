@@ -1,7 +1,7 @@
 """Tests on a GPU: skipped, every one, where the core has no cuda backend or there is no GPU.
 
 They need torch, numpy, transformers, safetensors, pytest and hypothesis; those that hold the GPU against the
-CPU backend also need scipy_openblas64.
+CPU backend also need scipy_openblas64, grammars llguidance, the server fastapi and uvicorn: skipped without.
 """
 
 from __future__ import annotations
