@@ -36,11 +36,9 @@ std::vector<int> sample(const Floats& logits, float temperature, int top_k, floa
     const DeviceArray values(logits, DType::F32), parameters(info.data(), info.size() * sizeof info[0]),
         tokens(DType::F32, rows), last(DType::F32, rows);
     const int vocab = int(logits.shape(1));
-    const std::vector<unsigned> zeros(rows, 0);
-    const DeviceArray parts(DType::U8, size_t(rows) * cuda::sample_pieces(vocab) * sizeof(cuda::SamplePart)),
-        counters(zeros.data(), zeros.size() * 4);
+    const DeviceArray parts(DType::U8, size_t(rows) * cuda::sample_pieces(vocab) * sizeof(cuda::SamplePart));
     cuda::sample(values.as<float>(), vocab, parameters.as<cuda::SampleInfo>(), rows, tokens.as<int>(),
-                 last.as<int>(), {parts.as<cuda::SamplePart>(), counters.as<unsigned>()}, nullptr);
+                 last.as<int>(), parts.as<cuda::SamplePart>(), nullptr);
     std::vector<int> result(rows);
     tokens.read_bytes(reinterpret_cast<uint8_t*>(result.data()));
     return result;

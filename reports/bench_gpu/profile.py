@@ -34,13 +34,22 @@ class Kernel:
     end: int
 
 
-def busy_ns(kernels: Iterable[Kernel]) -> int:
-    """Time in which at least one of them ran."""
-    total = end = 0
+def busy_ns(kernels: Iterable[Kernel], begin: int = 0) -> int:
+    """Time from `begin` on in which at least one of them ran."""
+    total, end = 0, begin
     for kernel in sorted(kernels, key=lambda k: k.start):
         total += max(0, kernel.end - max(kernel.start, end))
         end = max(end, kernel.end)
     return total
+
+
+def idle_us_per_step(kernels: list[Kernel]) -> float:
+    """Microseconds of a decode step in which no kernel ran, from the first sampled tokens to the last."""
+    samples = sorted(k.end for k in kernels if "choose_kernel" in k.name)
+    if len(samples) < 2:
+        return float("nan")
+    between = [k for k in kernels if samples[0] < k.end <= samples[-1]]
+    return (samples[-1] - samples[0] - busy_ns(between, samples[0])) / (len(samples) - 1) / 1e3
 
 
 def short_name(name: str) -> str:
@@ -66,8 +75,8 @@ def record(engine: Engine, lengths: list[tuple[int, int]]) -> tuple[float, list[
         torch.cuda.synchronize()
     kernels = [
         Kernel(event.name, int(event.time_range.start * 1000), int(event.time_range.end * 1000))
-        for event in recorded.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA
+        for event in recorded.events() or ()
+        if event.device_type.name == "CUDA"
     ]
     return seconds, kernels
 
@@ -78,7 +87,10 @@ def table_of(title: str, seconds: float, kernels: list[Kernel]) -> Table:
     for kernel in kernels:
         times[short_name(kernel.name)].append(kernel.end - kernel.start)
     busy = busy_ns(kernels)
-    table = Table(title=f"{title}: {seconds * 1e3:.1f} ms, some kernel ran in {busy / 1e6:.1f} ms")
+    table = Table(
+        title=f"{title}: {seconds * 1e3:.1f} ms, some kernel ran in {busy / 1e6:.1f} ms; "
+        f"none in {idle_us_per_step(kernels):.1f} us a step"
+    )
     for column in ("kernel", "times", "us each", "ms", "%"):
         table.add_column(column, justify="left" if column == "kernel" else "right")
     for name, spans in sorted(times.items(), key=lambda item: -sum(item[1])):

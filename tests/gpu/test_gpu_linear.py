@@ -40,7 +40,7 @@ def test_dense_fused_gates_as_the_gates_own_kernel(n: int, k: int, dtype: str) -
     rng = np.random.default_rng()
     w = gpu_tolerance.rounded(rng.standard_normal((n, k)), dtype)
     bias = rng.standard_normal(n).astype(np.float32)
-    for rows in (9, 16, 17, 33, 64):
+    for rows in (1, 8, 9, 17, 33, 64):
         x = gpu_tolerance.rounded(rng.standard_normal((rows, k)), dtype)
         whole, gated = (
             _core.kernels_cuda.dense_linear(x, w, bias, dtype=dtype, out_dtype=dtype, gated=gate)

@@ -38,6 +38,8 @@ __global__ void __launch_bounds__(kDecodeWarps * 32, Blocks)
     __shared__ float tops[kDecodeWarps][16], sums[kDecodeWarps][16];
     __shared__ bool last;
     __shared__ std::conditional_t<Rope, FreshRows<Policy, D>, char> fresh;
+    // With Rope: of a position, D / 2 cosines, then as many sines.
+    __shared__ alignas(16) float angles[kDecodeWarps][Rope ? D : 1];
     allow_next();
     const int warp = threadIdx.x / 32, t = threadIdx.x % 4;
     uint8_t* ring = reinterpret_cast<uint8_t*>(shared) + warp * Stages * kStageBytes<Policy, D, Keys>;
@@ -69,19 +71,24 @@ __global__ void __launch_bounds__(kDecodeWarps * 32, Blocks)
             }
             stream.request_first(i);
         }
+        float *cos = angles[warp], *sin = cos + D / 2;
+        if constexpr (Rope) {
+            const int64_t position = int64_t(e.context) * (D / 2);
+            for (int i = threadIdx.x % 32; i < D / 2; i += 32)
+                cos[i] = a.cos[position + i], sin[i] = a.sin[position + i];
+            __syncwarp();
+        }
         if (!waited) wait_for_previous();
         waited = true;
-        const float* cos = Rope ? a.cos + int64_t(e.context) * (D / 2) : nullptr;
-        const float* sin = Rope ? a.sin + int64_t(e.context) * (D / 2) : nullptr;
+        Queries<T, Policy, D, Columns, Rope> queries;
+        queries.request(static_cast<const T*>(a.qkv), width, e.first_row, head, group, rows);
         if constexpr (Rope) {
             if (stream.owns(e.context))
                 stream.template store_fresh<T>(
                     static_cast<const T*>(a.qkv) + e.first_row * width + (a.num_heads + head) * D, e.context,
                     cos, sin, fresh);
         }
-        Queries<T, Policy, D, Columns, Rope> queries;
-        queries.load(static_cast<const T*>(a.qkv), width, e.first_row, head, group, rows, a.scores.scale, cos,
-                     sin, c.rotated);
+        queries.finish(a.scores.scale, cos, sin, c.rotated);
         int limit[Columns][2];
 #pragma unroll
         for (int n = 0; n < Columns; ++n)

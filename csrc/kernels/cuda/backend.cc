@@ -83,7 +83,6 @@ CudaBackend::CudaBackend(const ModelConfig& model, const EngineConfig& config, c
       logits_(size_t(logit_rows_) * model.vocab_size * 4, "the logits", "lower max_batch_size"),
       sample_parts_(size_t(logit_rows_) * sample_pieces(model.vocab_size) * sizeof(SamplePart),
                     "the sampler's workspace", "lower max_batch_size"),
-      sample_counters_(size_t(logit_rows_) * 4, "the sampler's counters", "lower max_batch_size"),
       logprobs_at_((size_t(logit_rows_) * 4 + 15) / 16 * 16),
       results_(logprobs_at_ + size_t(logit_rows_) * sizeof(LogprobRow), "the samples",
                "lower max_batch_size"),
@@ -109,7 +108,6 @@ CudaBackend::CudaBackend(const ModelConfig& model, const EngineConfig& config, c
     if (slots) {
         check(cudaMemsetAsync(part_counters_.as(), 0, part_counters_.bytes(), stream_), "clearing counters");
     }
-    check(cudaMemsetAsync(sample_counters_.as(), 0, sample_counters_.bytes(), stream_), "clearing counters");
     std::vector<int> numbers(config.max_step_tokens());
     std::iota(numbers.begin(), numbers.end(), 0);
     row_numbers_ = upload(numbers, "row numbers", stream_);

@@ -130,7 +130,7 @@ class CudaBackend : public Backend {
     DeviceMemory last_token_;       // per slot, and one for padding
     const int logit_rows_;          // rows of the two below
     DeviceMemory normed_, logits_;  // [logit_rows, H] in T, [logit_rows, V] fp32
-    DeviceMemory sample_parts_, sample_counters_;
+    DeviceMemory sample_parts_;
     EditInputs edits_;
     DeviceMemory edited_;           // logits with their edits, as large as logits_; made when first needed
     const size_t logprobs_at_;      // in results_

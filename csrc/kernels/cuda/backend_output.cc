@@ -82,7 +82,7 @@ void CudaBackend::finish(Buffer& delta, Buffer& x, const std::vector<float>& nor
         logits = edited_.as<float>();
     }
     sample(logits, model_.vocab_size, step_.samples(), count, results_.as<int>(), last_token_.as<int>(),
-           {sample_parts_.as<SamplePart>(), sample_counters_.as<unsigned>()}, stream_);
+           sample_parts_.as<SamplePart>(), stream_);
     if (step_.wants_logprobs)
         logprobs(logits_.as<float>(), model_.vocab_size, step_.samples(), 0, results_.as<int>(), count,
                  sampled_logprobs(), stream_);

@@ -15,11 +15,9 @@ struct Queries {
     // zeros.
     float factor[Columns][2], sum[Columns][2];
 
-    // cos, sin [D / 2]: of the token's position, with Rope; then `rotated` says whether the cache's rows are.
-    __device__ void load(const T* qkv, int64_t width, int first_row, int head, int group, int rows,
-                         float score_scale, const float* cos, const float* sin, bool rotated) {
+    // The first of two steps, between which a warp may wait for other loads.
+    __device__ void request(const T* qkv, int64_t width, int first_row, int head, int group, int rows) {
         const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-        const float scale = kLog2E * score_scale;
 #pragma unroll
         for (int n = 0; n < Columns; ++n) {
             const int row = 8 * n + g;
@@ -32,16 +30,33 @@ struct Queries {
                     for (int pair = 0; pair < 2; ++pair)
                         fragment[n][s][pair] =
                             inside ? *reinterpret_cast<const unsigned*>(q + 16 * s + 8 * pair + 2 * t) : 0u;
+            } else {
+#pragma unroll
+                for (int i = 0; i < D / 32; ++i)
+                    words_[n][i] =
+                        inside ? reinterpret_cast<const uint4*>(q + t * (D / 4))[i] : make_uint4(0, 0, 0, 0);
+            }
+        }
+    }
+
+    // cos, sin [D / 2]: of the token's position, with Rope; then `rotated` says whether the cache's rows are.
+    __device__ void finish(float score_scale, const float* cos, const float* sin, bool rotated) {
+        const float scale = kLog2E * score_scale;
+#pragma unroll
+        for (int n = 0; n < Columns; ++n) {
+            if constexpr (Policy == 0) {
                 if constexpr (Rope) rotate_fragments(cos, sin, n);
                 factor[n][0] = factor[n][1] = scale;
             } else {
-                load_scaled(q + t * (D / 4), inside, scale, cos, sin, rotated, n);
+                finish_scaled(scale, cos, sin, rotated, n);
             }
         }
     }
 
   private:
     using Format = DecodeFormat<kKeyFormat<Policy>, D>;
+
+    uint4 words_[Policy ? Columns : 1][D / 32];  // of codes: the lane's D / 4 elements of each row
 
     // Dimensions D / 2 apart are D / 32 steps apart, in the same lane.
     __device__ void rotate_fragments(const float* cos, const float* sin, int n) {
@@ -62,13 +77,11 @@ struct Queries {
 
     // Queries become float16 whatever T is: each row is scaled by a power of two that puts its greatest
     // element near 2^8, far from both ends of the type.
-    __device__ void load_scaled(const T* q, bool inside, float scale, const float* cos, const float* sin,
-                                bool rotated, int n) {
+    __device__ void finish_scaled(float scale, const float* cos, const float* sin, bool rotated, int n) {
         float v[D / 4];
 #pragma unroll
         for (int i = 0; i < D / 32; ++i) {
-            const uint4 words = inside ? reinterpret_cast<const uint4*>(q)[i] : make_uint4(0, 0, 0, 0);
-            const unsigned w[4] = {words.x, words.y, words.z, words.w};
+            const unsigned w[4] = {words_[n][i].x, words_[n][i].y, words_[n][i].z, words_[n][i].w};
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
                 const float2 both = Pair<T>::unpack(reinterpret_cast<const typename Pair<T>::type&>(w[j]));

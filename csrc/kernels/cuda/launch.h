@@ -324,16 +324,12 @@ struct SamplePart {
     int winner;
     int finite;
 };
-// Rows * sample_pieces(vocab) parts, and a counter each row, zero before and after.
-struct SampleWorkspace {
-    SamplePart* parts;
-    unsigned* counters;
-};
+// Parts that a row's sampling needs.
 int sample_pieces(int vocab);
 // One token for each row of logits [count, V]: tokens[i] is the token, or -1 when the row is not finite.
 // Tokens also become their slot's last sample.
 void sample(const float* logits, int vocab, const SampleInfo* info, int count, int* tokens, int* last_token,
-            const SampleWorkspace& workspace, cudaStream_t stream);
+            SamplePart* parts, cudaStream_t stream);
 // Edits rows of logits [count, V] in place; `last_token` by slot.
 void edit_logits(float* logits, int vocab, const EditsView& edits, const int* last_token,
                  cudaStream_t stream);

@@ -10,9 +10,6 @@ namespace {
 constexpr size_t kPartialFloats = size_t(4) << 20;
 constexpr int kCounters = 1 << 16;  // tiles of 64 rows of N: more than any vocabulary needs
 
-constexpr int kFewestGated =
-    9;  // rows from which the gate is fused: with fewer, that was measured to be slower
-
 constexpr int kMostOverlappingW8 = 32;  // rows: with more, overlapping was measured to be slower
 
 const char* const kAdvice = "lower cache_max_entry_count";
@@ -83,13 +80,12 @@ void LinearRunner::operator()(const DeviceLinear& w, const void* x, int rows, vo
 }
 
 bool LinearRunner::silu_gated(const DeviceLinear& w, const void* x, int rows, void* y) {
-    if (w.dense && rows >= kFewestGated && rows <= kDenseFused && w.n % 16 == 0 &&
-        dense_fused_fits(type_, w.dense, w.k, x)) {
+    if (w.dense && rows <= kDenseFused && w.n % 16 == 0 && dense_fused_fits(type_, w.dense, w.k, x)) {
         dense_fused(type_, type_, w.dense, w.n, w.k, x, w.bias, y, rows, workspace_.multiprocessors,
                     overlaps(rows), stream_, true);
         return true;
     }
-    if (!w.w4.codes || rows < kFewestGated || !w4_fused_fits(type_, w.w4, x) || w.n % 16) return false;
+    if (!w.w4.codes || !w4_fused_fits(type_, w.w4, x) || w.n % 16) return false;
     const W4Plan plan = choose_w4_plan(w.n, w.k, rows, workspace_.multiprocessors, overlaps(rows));
     cuda::w4_fused(type_, type_, w.w4, x, w.bias, y, rows, plan, workspace_.multiprocessors, overlaps(rows),
                    stream_, true);

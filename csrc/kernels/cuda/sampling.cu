@@ -1,8 +1,8 @@
 // Choosing a token from each row of logits: what kernels/sampling.cc does on the host, token for token. The
-// blocks of a row each take a piece of it; the last to arrive chooses among what they found, which settles
-// greedy rows and draws from all tokens. Min-p, top-k and top-p it does alone, without a sort: a radix
-// descent over keys that order tokens by (logit falling, id rising) finds the last key of the set, by count
-// or by probability.
+// blocks of a row each scan a piece of it; a block for each row then chooses among what they found, which
+// settles greedy rows and draws from all tokens. For min-p, top-k and top-p it reads the row again, without a
+// sort: a radix descent over keys that order tokens by (logit falling, id rising) finds the last key of the
+// set, by count or by probability.
 #include <cstdint>
 
 #include "kernels/cuda/launch.h"
@@ -13,8 +13,9 @@
 namespace turbomill::cuda {
 namespace {
 
-constexpr int kThreads = 1024, kWarps = kThreads / 32;
-constexpr int kPiece = 8 * kThreads;  // tokens that a block scans
+constexpr int kThreads = 1024, kWarps = kThreads / 32;  // of a block that chooses
+constexpr int kScanThreads = 512, kScanBlocks = 3;      // of one that scans; and on a multiprocessor
+constexpr int kPiece = 16 * kScanThreads;               // tokens that it scans
 
 __device__ inline uint64_t mix(uint64_t x) {  // splitmix64's finaliser, as in sampling.cc
     x += 0x9e3779b97f4a7c15ull;
@@ -37,22 +38,20 @@ struct Shared {
     double mass[256];
     unsigned count[256];
     Racer racers[kWarps];
-    uint64_t keys[kWarps];
     double sums[kWarps];
     uint64_t prefix;
     double above;
     bool done;
 };
 
-__device__ uint64_t block_max(uint64_t v, Shared& s) {
+// In reductions, a lane for what each warp found; of 16 warps two lanes, which changes nothing but sums.
+static_assert(kWarps == 32 && kScanThreads % 32 == 0 && 32 % (kScanThreads / 32) == 0);
+
+__device__ uint64_t warp_max(uint64_t v) {
     for (int mask = 16; mask; mask /= 2) {
         const uint64_t other = __shfl_xor_sync(kFullWarp, v, mask);
         v = other > v ? other : v;
     }
-    __syncthreads();
-    if (threadIdx.x % 32 == 0) s.keys[threadIdx.x / 32] = v;
-    __syncthreads();
-    for (int i = 0; i < kWarps; ++i) v = s.keys[i] > v ? s.keys[i] : v;
     return v;
 }
 
@@ -66,9 +65,7 @@ __device__ double block_sum(double v, Shared& s) {
     __syncthreads();
     if (threadIdx.x % 32 == 0) s.sums[threadIdx.x / 32] = v;
     __syncthreads();
-    v = 0;
-    for (int i = 0; i < kWarps; ++i) v += s.sums[i];
-    return v;
+    return warp_sum(s.sums[threadIdx.x % 32]);
 }
 
 // Adds this warp's tokens to the histogram. Logits crowd in few bins at the top digits, where a warp sums
@@ -176,18 +173,22 @@ struct Race {
     }
 };
 
-__device__ Racer block_winner(Racer best, Shared& s) {
-    const auto join = [&](double key, int id) {
-        const Racer other{key, id};
+__device__ Racer warp_winner(Racer best) {
+    for (int mask = 16; mask; mask /= 2) {
+        const Racer other{__shfl_xor_sync(kFullWarp, best.key, mask),
+                          __shfl_xor_sync(kFullWarp, best.id, mask)};
         if (ahead(other, best)) best = other;
-    };
-    for (int mask = 16; mask; mask /= 2)
-        join(__shfl_xor_sync(kFullWarp, best.key, mask), __shfl_xor_sync(kFullWarp, best.id, mask));
-    __syncthreads();
-    if (threadIdx.x % 32 == 0) s.racers[threadIdx.x / 32] = best;
-    __syncthreads();
-    for (int i = 0; i < kWarps; ++i) join(s.racers[i].key, s.racers[i].id);
+    }
     return best;
+}
+
+// racers: one for each warp of the block.
+__device__ Racer block_winner(Racer best, Racer* racers) {
+    best = warp_winner(best);
+    __syncthreads();
+    if (threadIdx.x % 32 == 0) racers[threadIdx.x / 32] = best;
+    __syncthreads();
+    return warp_winner(racers[threadIdx.x % (blockDim.x / 32)]);
 }
 
 __device__ bool draws_from_all(const SampleInfo& info) {
@@ -196,35 +197,52 @@ __device__ bool draws_from_all(const SampleInfo& info) {
 
 // What a row's tokens [begin, end) hold: the greatest key, the race's winner if it is run over all tokens,
 // and whether all are finite.
-__device__ SamplePart scan(const float* logits, int begin, int end, const SampleInfo& info, Shared& s) {
-    float logit[kPiece / kThreads];
-    uint64_t greatest = 0;
+// Fours: rows, and so pieces of them, lie at multiples of 16 bytes.
+template <bool Fours>
+__device__ SamplePart scan(const float* logits, int begin, int end, const SampleInfo& info) {
+    constexpr int kScanWarps = kScanThreads / 32, kEach = kPiece / kScanThreads,
+                  kStep = Fours ? 4 : 1;  // of a thread; one behind the other
+    const auto id_at = [&](int i) {
+        return begin + int(threadIdx.x) * kStep + i / kStep * kStep * kScanThreads + i % kStep;
+    };
+    float logit[kEach];
+#pragma unroll
+    for (int i = 0; i < kEach; i += kStep) {
+        if constexpr (Fours) {
+            const float4 four = id_at(i) < end ? *reinterpret_cast<const float4*>(logits + id_at(i))
+                                               : make_float4(0.f, 0.f, 0.f, 0.f);
+            logit[i] = four.x, logit[i + 1] = four.y, logit[i + 2] = four.z, logit[i + 3] = four.w;
+        } else {
+            logit[i] = id_at(i) < end ? logits[id_at(i)] : 0.f;
+        }
+    }
+    float top = -INFINITY;
+    int at = -1;
     bool finite = true;
 #pragma unroll
-    for (int i = 0; i < kPiece / kThreads; ++i) {
-        const int id = begin + threadIdx.x + i * kThreads;
-        logit[i] = id < end ? logits[id] : 0.f;
+    for (int i = 0; i < kEach; ++i) {  // ids rise, so that the lowest of equals is kept
         finite &= bool(isfinite(logit[i]));
-        const uint64_t key = id < end ? key_of(logit[i], id) : 0;
-        greatest = key > greatest ? key : greatest;
+        if (id_at(i) < end && logit[i] > top) top = logit[i], at = id_at(i);
     }
+    __shared__ uint64_t keys[kScanWarps];
+    __shared__ Racer racers[kScanWarps];
+    const uint64_t own = warp_max(at < 0 ? 0 : key_of(top, at));
+    if (threadIdx.x % 32 == 0) keys[threadIdx.x / 32] = own;
     finite = __syncthreads_and(finite);
-    greatest = block_max(greatest, s);
+    const uint64_t greatest = warp_max(keys[threadIdx.x % kScanWarps]);
     Racer winner{0, -1};
     if (finite && draws_from_all(info)) {
         const Race race(info);
         race.enter(logits[id_of(greatest)], id_of(greatest), winner);  // a high bar from the start
 #pragma unroll
-        for (int i = 0; i < kPiece / kThreads; ++i) {
-            const int id = begin + threadIdx.x + i * kThreads;
-            if (id < end) race.enter(logit[i], id, winner);
-        }
-        winner = block_winner(winner, s);
+        for (int i = 0; i < kEach; ++i)
+            if (id_at(i) < end) race.enter(logit[i], id_at(i), winner);
+        winner = block_winner(winner, racers);
     }
     return {greatest, winner.key, winner.id, finite};
 }
 
-// The same of the whole row, by one warp, from its pieces.
+// The same of the whole row, from its pieces, by one warp.
 __device__ SamplePart join(const SamplePart* parts, int count) {
     SamplePart whole{0, 0, -1, true};
     const auto add = [&](const SamplePart& part) {
@@ -233,9 +251,7 @@ __device__ SamplePart join(const SamplePart* parts, int count) {
         if (part.winner >= 0 && ahead({part.race, part.winner}, {whole.race, whole.winner}))
             whole.race = part.race, whole.winner = part.winner;
     };
-    for (int i = threadIdx.x; i < count; i += 32)
-        add({__ldcg(reinterpret_cast<const unsigned long long*>(&parts[i].greatest)), __ldcg(&parts[i].race),
-             __ldcg(&parts[i].winner), __ldcg(&parts[i].finite)});
+    for (int i = threadIdx.x; i < count; i += 32) add(parts[i]);
     for (int mask = 16; mask; mask /= 2)
         add({__shfl_xor_sync(kFullWarp, whole.greatest, mask), __shfl_xor_sync(kFullWarp, whole.race, mask),
              __shfl_xor_sync(kFullWarp, whole.winner, mask), __shfl_xor_sync(kFullWarp, whole.finite, mask)});
@@ -263,38 +279,36 @@ __device__ int draw_from_set(const float* logits, int vocab, int best, const Sam
     race.enter(logits[best], best, winner);
     for (int id = threadIdx.x; id < vocab; id += kThreads)
         if (key_of(logits[id], id) >= floor) race.enter(logits[id], id, winner);
-    return block_winner(winner, s).id;
+    return block_winner(winner, s.racers).id;
 }
 
 // Grid: (pieces, rows).
+__global__ void __launch_bounds__(kScanThreads, kScanBlocks)
+    scan_kernel(const float* all_logits, int vocab, const SampleInfo* infos, SamplePart* parts) {
+    allow_next();
+    const float* logits = all_logits + int64_t(blockIdx.y) * vocab;
+    const SampleInfo info = infos[blockIdx.y];
+    wait_for_previous();
+    const int begin = blockIdx.x * kPiece, end = min(vocab, begin + kPiece);
+    const SamplePart part =
+        vocab % 4 ? scan<false>(logits, begin, end, info) : scan<true>(logits, begin, end, info);
+    if (threadIdx.x == 0) parts[blockIdx.y * gridDim.x + blockIdx.x] = part;
+}
+
+// Grid: rows.
 __global__ void __launch_bounds__(kThreads)
-    sample_kernel(const float* all_logits, int vocab, const SampleInfo* infos, int* tokens, int* last_token,
-                  SampleWorkspace workspace) {
+    choose_kernel(const float* all_logits, int vocab, const SampleInfo* infos, const SamplePart* parts,
+                  int pieces, int* tokens, int* last_token) {
     __shared__ Shared shared;
     __shared__ SamplePart whole;
-    __shared__ bool last;
     allow_next();
-    const int row = blockIdx.y, pieces = gridDim.x;
+    const int row = blockIdx.x;
     const float* logits = all_logits + int64_t(row) * vocab;
     const SampleInfo info = infos[row];
     wait_for_previous();
-    const int begin = blockIdx.x * kPiece;
-    const SamplePart part = scan(logits, begin, min(vocab, begin + kPiece), info, shared);
-    SamplePart* parts = workspace.parts + int64_t(row) * pieces;
-    if (threadIdx.x == 0) {
-        parts[blockIdx.x] = part;
-        __threadfence();
-        last = atomicAdd(workspace.counters + row, 1u) == unsigned(pieces - 1);
-    }
-    __syncthreads();
-    if (!last) return;
-    __threadfence();
     if (threadIdx.x < 32) {
-        const SamplePart joined = join(parts, pieces);
-        if (threadIdx.x == 0) {
-            whole = joined;
-            workspace.counters[row] = 0;
-        }
+        const SamplePart joined = join(parts + row * pieces, pieces);
+        if (threadIdx.x == 0) whole = joined;
     }
     __syncthreads();
     const int best = id_of(whole.greatest);
@@ -317,10 +331,13 @@ int sample_pieces(int vocab) {
 }
 
 void sample(const float* logits, int vocab, const SampleInfo* info, int count, int* tokens, int* last_token,
-            const SampleWorkspace& workspace, cudaStream_t stream) {
+            SamplePart* parts, cudaStream_t stream) {
     if (count == 0) return;
-    launch_overlapped(sample_kernel, dim3(sample_pieces(vocab), count), kThreads, 0, stream, "sample", logits,
-                      vocab, info, tokens, last_token, workspace);
+    const int pieces = sample_pieces(vocab);
+    launch_overlapped(scan_kernel, dim3(pieces, count), kScanThreads, 0, stream, "sample: scan", logits,
+                      vocab, info, parts);
+    launch_overlapped(choose_kernel, dim3(count), kThreads, 0, stream, "sample: choose", logits, vocab, info,
+                      parts, pieces, tokens, last_token);
 }
 
 }  // namespace turbomill::cuda
