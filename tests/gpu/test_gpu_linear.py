@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import gpu_tolerance
 import numpy as np
 import pytest
@@ -226,21 +228,14 @@ def test_w4_fused_rows_do_not_depend_on_each_other(fused: list) -> None:
 
 
 def test_w4_fused_overlapping_launches_wait_for_their_input(fused: list) -> None:
-    """Programmatic dependent launch changes when weights are read, and nothing else."""
     rng = np.random.default_rng()
     low, high = rng.integers(1, 16, (2, 32, 32, 4, 32, 16), np.uint8)  # of mean 8: nothing grows
     codes = low | high << 4
     scales = gpu_tolerance.bits(np.full((32, 16, 64), 2.0**-8, np.float32), "float16")
     for rows in (1, 16, 40, 300):
         x = gpu_tolerance.rounded(rng.standard_normal((rows, 2048)), "float16")
-        apart, *over = (
-            _core.kernels_cuda.w4_chain(x, codes, scales, 12, dtype="float16", overlap=overlap)
-            for overlap in (False, True, True, True)
-        )
-        assert np.isfinite(apart).all()
-        assert np.abs(apart).max() > 0
-        for run in over:  # a race would not lose every time
-            np.testing.assert_array_equal(run, apart)
+        chain = partial(_core.kernels_cuda.w4_chain, x, codes, scales, 12, dtype="float16")
+        gpu_tolerance.assert_overlap_changes_nothing(lambda overlap, chain=chain: chain(overlap=overlap))
 
 
 def test_w4_fused_refuses_a_plan_without_a_kernel(fused: list) -> None:
