@@ -132,14 +132,7 @@ __global__ void __launch_bounds__(DenseSizes<Groups, Tokens, Blocks>::kThreads, 
     const DenseRing<Sizes> ring{shared_address(base), shared_address(barriers),
                                 shared_address(barriers + Sizes::kStages)};
     FusedWork work(job, 1, false);
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < Sizes::kStages; ++i) {
-            barrier_init(ring.full + 8 * i, 1);
-            barrier_init(ring.empty + 8 * i, Groups * 4);
-        }
-        barrier_init_fence();
-    }
-    __syncthreads();
+    fused_begin<Groups, Sizes::kStages>(ring);
     launch_dependents();
     if (Sizes::kPushes && !job.direct) cluster_arrive();  // who is running may be sent sums
     if (threadIdx.x >= 128 * Groups) {

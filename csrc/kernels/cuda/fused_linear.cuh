@@ -16,10 +16,10 @@
 namespace turbomill::cuda {
 
 // The stages' barriers, before the block's threads part.
-template <int Groups, class Sizes>
-__device__ inline void fused_begin(const FusedRing<Groups, Sizes>& ring) {
+template <int Groups, int Stages, class Ring>
+__device__ inline void fused_begin(const Ring& ring) {
     if (threadIdx.x == 0) {
-        for (int i = 0; i < Sizes::kStages; ++i) {
+        for (int i = 0; i < Stages; ++i) {
             barrier_init(ring.full + 8 * i, 1);
             barrier_init(ring.empty + 8 * i, Groups * 4);
         }
@@ -316,7 +316,7 @@ __global__ void __launch_bounds__(FusedSizes<Bits, Groups, Tokens, Blocks, Whole
     const FusedRing<Groups, Sizes> ring{shared_address(base), shared_address(barriers),
                                         shared_address(barriers + Sizes::kStages)};
     FusedWork work(job, Sizes::kTiles, Halved);
-    fused_begin(ring);
+    fused_begin<Groups, Sizes::kStages>(ring);
     launch_dependents();
     if (Sizes::kPushes && !job.direct) cluster_arrive();  // who is running may be sent sums
     if (threadIdx.x >= 128 * Groups) {

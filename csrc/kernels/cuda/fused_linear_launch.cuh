@@ -8,6 +8,7 @@
 
 #include "kernels/cuda/error.h"
 #include "kernels/cuda/fused_linear.cuh"
+#include "kernels/cuda/overlap.cuh"
 
 namespace turbomill::cuda {
 
@@ -25,21 +26,10 @@ void launch_fused_kernel(const FusedMaps& maps, const FusedJob& job, int multipr
         prepared |= uint64_t(1) << device % 64;
     }
     const int tiles = job.n_blocks * job.m_tiles;
-    cudaLaunchConfig_t config{};
     const int team = Halved ? 2 : job.splits;  // thread blocks of a tile
-    config.gridDim = (job.direct ? std::min(tiles, multiprocessors * Blocks / team) : tiles) * team;
-    config.blockDim = Sizes::kThreads;
-    config.dynamicSmemBytes = Sizes::kShared;
-    config.stream = stream;
-    cudaLaunchAttribute attributes[2];
-    attributes[0].id = cudaLaunchAttributeClusterDimension;
-    attributes[0].val.clusterDim.x = unsigned(job.splits);
-    attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
-    attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[1].val.programmaticStreamSerializationAllowed = 1;
-    config.attrs = attributes;
-    config.numAttrs = overlap ? 2 : 1;
-    check(cudaLaunchKernelEx(&config, kernel, maps, job), "launching a fused linear");
+    const int blocks = (job.direct ? std::min(tiles, multiprocessors * Blocks / team) : tiles) * team;
+    launch_clusters(kernel, blocks, Sizes::kThreads, Sizes::kShared, job.splits, overlap, stream,
+                    "launching a fused linear", maps, job);
 }
 
 template <int Bits, class T>

@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(FusedSizes<4, Groups, Tokens, Blocks, Whole>::
     uint8_t* base = dynamic + (1024 - shared_address(dynamic) % 1024) % 1024;
     const FusedRing<Groups, Sizes> ring{shared_address(base), shared_address(barriers),
                                         shared_address(barriers + Sizes::kStages)};
-    fused_begin(ring);
+    fused_begin<Groups, Sizes::kStages>(ring);
     allow_next();
     wait_for_previous();  // which wrote the offsets
     if (threadIdx.x >= 128 * Groups) {
