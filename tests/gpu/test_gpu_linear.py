@@ -7,6 +7,7 @@ from functools import partial
 import gpu_tolerance
 import numpy as np
 import pytest
+from fused_cases import FUSED_CASES, fused_kernels, most_splits
 from store_packing import pack_codes, pack_params
 
 from turbomill import _core
@@ -110,26 +111,9 @@ def test_w4_as_dense(n: int, k: int, group: int, symmetric: bool, dtype: str) ->
         gpu_tolerance.assert_close(y, x.astype(np.float64) @ w.T, 2 * gpu_tolerance.OUTPUT[dtype])
 
 
-HALVED = 7  # warpgroups, of kernels whose thread blocks share rows of N, and never K
-FUSED_CASES = [
-    (15, 64, 32),
-    (65, 128, 32),
-    (80, 192, 64),
-    (200, 320, 320),
-    (16, 40, 64),
-    (333, 1088, 32),
-    (520, 1088, 64),
-    (256, 2048, 128),
-    (1160, 512, 128),
-]
-
-
 @pytest.fixture
 def fused() -> list[tuple[int, int, int]]:
-    """The fused kernels (warpgroups, tokens, blocks), where there are any."""
-    if not _core.kernels_cuda.w4_fused_runs():
-        pytest.skip("needs a GPU of capability 9.0 and machine code for 90a")
-    return _core.kernels_cuda.fused_kernels(4)
+    return fused_kernels(4)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -142,7 +126,7 @@ def test_w4_fused(fused: list, n: int, k: int, group: int, symmetric: bool, dtyp
     w = gpu_tolerance.rounded(unrounded, dtype).astype(np.float64)
     bias = rng.standard_normal(n).astype(np.float32)
     for number, (warpgroups, tokens, blocks) in enumerate(fused):
-        most = 1 if warpgroups == HALVED else min(8, -(-k // 128))
+        most = most_splits(warpgroups, k)
         for splits in {1, min(most, 2 + number % 7)}:
             for rows in {1, tokens, tokens + 1}:
                 x = gpu_tolerance.rounded(rng.standard_normal((rows, k)), dtype)
@@ -173,7 +157,7 @@ def test_w4_fused_gates_as_the_gates_own_kernel(fused: list, n: int, k: int, gro
     _, stored = w4_case(n, k, group, False, dtype)
     bias = rng.standard_normal(n).astype(np.float32)
     for warpgroups, tokens, blocks in fused:
-        for splits in {1, 1 if warpgroups == HALVED else min(3, -(-k // 128))}:
+        for splits in {1, most_splits(warpgroups, k, 3)}:
             for rows in (1, tokens + 1):
                 x = gpu_tolerance.rounded(rng.standard_normal((rows, k)), dtype)
                 plan = (warpgroups, tokens, blocks, splits)

@@ -8,6 +8,7 @@ from typing import Any
 import gpu_tolerance
 import numpy as np
 import pytest
+from fused_cases import FUSED_CASES, fused_kernels, most_splits
 from store_packing import pack_bytes, pack_params
 
 from turbomill import _core
@@ -99,28 +100,13 @@ def test_many_rows_round_the_weight_once(way: str, n: int, k: int, group: int, k
         gpu_tolerance.assert_close(y, x.astype(np.float64) @ case.w.T + bias, 2 * gpu_tolerance.OUTPUT[dtype])
 
 
-HALVED = 7  # warpgroups, of kernels whose thread blocks share rows of N, and never K
 MOST_BY_WARPS = 16  # tokens of kernels that round no weight, and take no minima
-FUSED_CASES = [
-    (15, 64, 32),
-    (65, 128, 32),
-    (80, 192, 64),
-    (200, 320, 320),
-    (16, 40, 64),
-    (333, 1088, 32),
-    (520, 1088, 64),
-    (256, 2048, 128),
-    (1160, 512, 128),
-]
 MINIMA_CASES = [(n, k, group) for n, k, group in FUSED_CASES if group <= 64 and group < k]
 
 
 @pytest.fixture
 def fused() -> list[tuple[int, int, int]]:
-    """The fused kernels (warpgroups, tokens, blocks), where there are any."""
-    if not _core.kernels_cuda.w4_fused_runs():
-        pytest.skip("needs a GPU of capability 9.0 and machine code for 90a")
-    return _core.kernels_cuda.fused_kernels(8)
+    return fused_kernels(8)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -137,7 +123,7 @@ def test_fused(fused: list, n: int, k: int, group: int, kind: str, dtype: str) -
     for number, (warpgroups, tokens, blocks) in enumerate(fused):
         if kind == "minima" and tokens <= MOST_BY_WARPS:
             continue
-        most = 1 if warpgroups == HALVED else min(8, -(-k // 128))
+        most = most_splits(warpgroups, k)
         for splits in {1, min(most, 2 + number % 7)}:
             for rows in {17 if kind == "minima" else 1, tokens, tokens + 1}:
                 x = normal(rows, k, dtype)
@@ -164,7 +150,7 @@ def test_fused_gates_as_the_gates_own_kernel(
     for warpgroups, tokens, blocks in fused:
         if kind == "minima" and tokens <= MOST_BY_WARPS:
             continue
-        for splits in {1, 1 if warpgroups == HALVED else min(3, -(-k // 128))}:
+        for splits in {1, most_splits(warpgroups, k, 3)}:
             for rows in (17, tokens + 1):
                 x = normal(rows, k, dtype)
                 plan = (warpgroups, tokens, blocks, splits)
