@@ -125,7 +125,7 @@ gpu-sanitize: gpu-build
 bench-gpu: gpu-build
 	PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(GPU_PYTHON) -m turbomill.reports.bench_gpu
 
-# Times the plans of the fused 4-bit kernels, writes their table, and builds with it.
+# Times the plans of the fused kernels for 4- and 8-bit weights, writes their table, and builds with it.
 tune-gpu: gpu-build
 	PYTHONPATH=src $(GPU_PYTHON) -m turbomill.reports.bench_gpu.tune
 	$(MAKE) gpu-build

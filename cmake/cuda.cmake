@@ -49,6 +49,7 @@ if(TURBOMILL_CUDA_FOUND)
     csrc/kernels/cuda/dense_fused.cu
     csrc/kernels/cuda/elementwise.cu
     csrc/kernels/cuda/fault.cu
+    csrc/kernels/cuda/fused_linear.cu
     csrc/kernels/cuda/grouped_dense.cu
     csrc/kernels/cuda/grouped_dense_wgmma.cu
     csrc/kernels/cuda/kv_unpack.cu
@@ -59,13 +60,14 @@ if(TURBOMILL_CUDA_FOUND)
     csrc/kernels/cuda/sampling.cu
     csrc/kernels/cuda/w4_dequantize.cu
     csrc/kernels/cuda/w4_few_rows.cu
-    csrc/kernels/cuda/w4_fused.cu
     csrc/kernels/cuda/w4_fused_bf16.cu
     csrc/kernels/cuda/w4_fused_f16.cu
     csrc/kernels/cuda/w4_grouped.cu
     csrc/kernels/cuda/w4_grouped_bf16.cu
     csrc/kernels/cuda/w4_grouped_f16.cu
     csrc/kernels/cuda/w8_dequantize.cu
+    csrc/kernels/cuda/w8_fused_bf16.cu
+    csrc/kernels/cuda/w8_fused_f16.cu
     csrc/kernels/cuda/w8_rows.cu
     csrc/kernels/cuda/attention_choice.cc
     csrc/kernels/cuda/backend.cc
@@ -74,6 +76,7 @@ if(TURBOMILL_CUDA_FOUND)
     csrc/kernels/cuda/device.cc
     csrc/kernels/cuda/device_weights.cc
     csrc/kernels/cuda/edits.cc
+    csrc/kernels/cuda/fused_plan.cc
     csrc/kernels/cuda/gemm.cc
     csrc/kernels/cuda/graphs.cc
     csrc/kernels/cuda/linear.cc
@@ -82,8 +85,7 @@ if(TURBOMILL_CUDA_FOUND)
     csrc/kernels/cuda/rope_table.cc
     csrc/kernels/cuda/step.cc
     csrc/kernels/cuda/stream.cc
-    csrc/kernels/cuda/tiles.cc
-    csrc/kernels/cuda/w4_plan.cc)
+    csrc/kernels/cuda/tiles.cc)
   target_include_directories(kernels_cuda PUBLIC csrc ${CUBLASLT_INCLUDE_DIR} ${CUDAToolkit_INCLUDE_DIRS})
   target_compile_definitions(kernels_cuda PUBLIC TM_CUDA)
   target_compile_options(kernels_cuda PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra>

@@ -6,29 +6,18 @@ import asyncio
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, aclosing
+from collections.abc import Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from turbomill import console
 from turbomill.engine.base import AsyncEngine
 from turbomill.engine.config import EngineConfig, GenerationConfig
 from turbomill.engine.kv_scheme import KvScheme
-from turbomill.engine.stores import open_model
-from turbomill.engine.turbomind import TurbomindEngine
 from turbomill.errors import UsageError
-from turbomill.reports.runs import (
-    ModelCard,
-    Run,
-    Speed,
-    check_run_dir,
-    model_card,
-    new_run,
-    save_run,
-    source_card,
-)
+from turbomill.reports.measured import open_measured
+from turbomill.reports.runs import Run, Speed, check_run_dir, new_run, save_run
 
 
 @dataclass(frozen=True)
@@ -136,26 +125,6 @@ def measure(
     )
 
 
-@dataclass(frozen=True)
-class _Measured:
-    """An opened MODEL, and how its engine is made."""
-
-    card: ModelCard
-    context_length: int | None
-    engine: Callable[..., AbstractContextManager[AsyncEngine]]
-
-
-def _open(model: str, backend: str) -> _Measured:
-    if backend == "pytorch":
-        from turbomill.engine.pytorch.engine import PytorchEngine
-        from turbomill.engine.pytorch.load import open_source
-
-        source = open_source(model)
-        return _Measured(source_card(model, source), source.context_length, partial(PytorchEngine, source))
-    store = open_model(model)
-    return _Measured(model_card(model, store), store.context_length, partial(TurbomindEngine, store))
-
-
 def bench_engine(
     model: str,
     loads: Sequence[Load],
@@ -176,7 +145,7 @@ def bench_engine(
     kv = kv or KvScheme()
     if work_dir is not None:
         check_run_dir(work_dir)
-    measured = _open(model, backend)
+    measured = open_measured(model, backend)
     longest = max(load.prompt_tokens + load.completion_tokens for load in loads)
     if measured.context_length is not None and longest > measured.context_length:
         raise UsageError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -12,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from turbomill import console
+from turbomill.engine.config import EngineConfig
 from turbomill.engine.kv_scheme import KvScheme
-from turbomill.engine.stores import open_model
 from turbomill.errors import TurbomillError, UsageError
 from turbomill.reports.latency import RequestResult, summarize
 from turbomill.reports.load_client import Load, LoadOptions, http_client, send, served_card
 from turbomill.reports.load_shapes import LoadRequest, longest
-from turbomill.reports.runs import ModelCard, Run, check_run_dir, model_card, new_run, save_run
+from turbomill.reports.measured import open_measured
+from turbomill.reports.runs import ModelCard, Run, check_run_dir, new_run, save_run
 from turbomill.reports.server_process import server
 from turbomill.reports.slo import Slo, find_knee
 from turbomill.reports.traces import read_sharegpt
@@ -81,8 +83,8 @@ class _StoppedError(Exception):
     """The server is gone: no use in further loads."""
 
 
-def _tokenize(model: str) -> Callable[[str], list[int]]:
-    tokenizer = open_model(model).tokenizer()
+def _tokenize(model: str, backend: str) -> Callable[[str], list[int]]:
+    tokenizer = open_measured(model, backend).tokenizer()
     return lambda text: list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
@@ -118,10 +120,10 @@ class TraceFile:
     output_len: int | None = None
     tokenizer: str | None = None  # of which model, where the server is not ours
 
-    def read(self, model: str | None, options: LoadOptions) -> tuple[LoadRequest, ...]:
+    def read(self, model: str | None, options: LoadOptions, backend: str) -> tuple[LoadRequest, ...]:
         """The requests, counted with the model's own tokenizer."""
-        store = open_model(self.tokenizer or str(model))
-        tokenizer = store.tokenizer()
+        measured = open_measured(self.tokenizer or str(model), backend)
+        tokenizer = measured.tokenizer()
         count = options.num_prompts
         return tuple(
             read_sharegpt(
@@ -129,7 +131,7 @@ class TraceFile:
                 lambda text: len(tokenizer(text, verbose=False)["input_ids"]),
                 count,
                 self.output_len,
-                store.context_length,
+                measured.context_length or sys.maxsize,
                 options.seed,
             )
         )
@@ -144,13 +146,14 @@ def bench_serve(
     api_key: str | None = None,
     kv: KvScheme | None = None,
     num_threads: int = 0,
+    backend: str = EngineConfig.backend,
     work_dir: Path | None = None,
     slo: Slo | None = None,
     knee: Knee | None = None,
     trace: TraceFile | None = None,
     tokenizer: str | None = None,
 ) -> Run:
-    """Load a running server, or a server of MODEL that lives for the measurement.
+    """Load a running server, or a server of MODEL on `backend` that lives for the measurement.
 
     With `knee`, the load is repeated at the rates that the search for it takes. `tokenizer`: with
     `base_url`, the MODEL whose tokenizer counts the answers again, and continues conversations.
@@ -160,6 +163,8 @@ def bench_serve(
     """
     if (model is None) == (base_url is None):
         raise UsageError("give either MODEL, to start a server for it, or --base-url of a running server")
+    if base_url is not None and backend != EngineConfig.backend:
+        raise UsageError("--backend: is of a server that is started for MODEL; leave it out with --base-url")
     if knee is not None and slo is None:
         raise UsageError(
             "--find-knee: needs the objectives that a rate has to meet, such as --goodput ttft:500"
@@ -177,25 +182,25 @@ def bench_serve(
     if work_dir is not None:
         check_run_dir(work_dir)
     if trace is not None:
-        options = replace(options, trace=trace.read(model, options))
+        options = replace(options, trace=trace.read(model, options, backend))
     card: ModelCard | None = None
     named = tokenizer or (trace.tokenizer if trace is not None else None) or model
-    tokenize = None if named is None else _tokenize(named)
+    tokenize = None if named is None else _tokenize(named, backend)
     with ExitStack() as stack:
         if model is not None:
-            store = open_model(model)
-            card = model_card(model, store)
+            measured = open_measured(model, backend)
+            card = measured.card
             room = longest(options.conversations())
-            if room > store.context_length:
+            if measured.context_length is not None and room > measured.context_length:
                 raise UsageError(
                     f"--random-input-len and --random-output-len: {room} together, but the model's "
-                    f"context is {store.context_length} tokens"
+                    f"context is {measured.context_length} tokens"
                 )
-            options = replace(options, vocab_size=store.model["vocab_size"])
+            options = replace(options, vocab_size=card.vocab_size)
             arguments = ["--session-len", str(room), *(kv or KvScheme()).options]
-            arguments += ["--num-threads", str(num_threads)]
+            arguments += ["--num-threads", str(num_threads), "--backend", backend]
             served_name = Path(model).name or "model"
-            base_url = stack.enter_context(server(str(store.path), served_name, arguments))
+            base_url = stack.enter_context(server(card.path, served_name, arguments))
         assert base_url is not None
         url = base_url
 
@@ -220,6 +225,8 @@ def bench_serve(
         except _StoppedError:
             loads, stopped = taken, True
     settings = {"base_url": base_url, "seed": options.seed, "ignore_eos": options.ignore_eos}
+    if model is not None:
+        settings["backend"] = backend
     if trace is not None:
         settings["dataset_path"] = str(trace.path)
     run = new_run("bench_serve", settings, model=card, serve=loads, knee=found)

@@ -142,6 +142,7 @@ def engine(
     help="With --base-url, random prompts are token ids below this.",
 )
 @click.option("--seed", default=0, show_default=True, help="Of the prompts and of the Poisson process.")
+@BACKEND
 @kv_options
 @THREADS
 @OUTPUT
@@ -158,6 +159,7 @@ def serve(
     num_turns: int,
     kv: KvScheme,
     num_threads: int,
+    backend: str,
     work_dir: Path | None,
     as_json: bool,
     dataset_path: Path | None,
@@ -191,6 +193,7 @@ def serve(
         api_key=api_key,
         kv=kv,
         num_threads=num_threads,
+        backend=backend,
         work_dir=work_dir,
         slo=Slo.parse(goodput),
         knee=Knee(slo_share, knee_steps) if find_knee else None,

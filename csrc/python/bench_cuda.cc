@@ -4,11 +4,13 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <chrono>
 #include <functional>
 #include <memory>
 #include <optional>
 #include <random>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "core/half.h"
@@ -51,13 +53,12 @@ class LinearCase {
         y_ = DeviceMemory(size_t(rows) * n * 2, "y", "");
     }
 
-    // Microseconds. `way`: "in_place" (a w8 weight's with `splits`) or "as_dense" of a packed weight, a w4
-    // one's "fused" with `plan`, "" the engine's. `overlap`: with programmatic dependent launch.
+    // Microseconds. `way`: "in_place" (a w8 weight's with `splits`), "as_dense" or "fused" with `plan` of a
+    // packed weight, "" the engine's. `overlap`: with programmatic dependent launch.
     double time(const std::string& way, const std::optional<PlanTuple>& plan, bool overlap, int repeats,
                 int splits = 0) const {
-        const size_t elements = size_t(n_) * k_;
-        cuda::LinearRunner run(type_, bits_ == 4 && way != "fused" ? elements : 0, bits_ == 8 ? elements : 0,
-                               stream_);
+        const size_t elements = way == "fused" ? 0 : size_t(n_) * k_;
+        cuda::LinearRunner run(type_, bits_ == 4 ? elements : 0, bits_ == 8 ? elements : 0, stream_);
         run.set_overlap(overlap);
         const auto call = [&](int i) {
             const cuda::DeviceLinear linear = copy(i);
@@ -70,9 +71,13 @@ class LinearCase {
             } else if (way == "as_dense") {
                 run.w4_as_dense(linear, x_.as(), rows_, y_.as(), type_);
             } else if (way == "fused") {
-                if (!plan || !cuda::w4_fused_fits(type_, linear.w4, x_.as()))
+                if (!plan || !(bits_ == 8 ? cuda::w8_fused_fits(type_, linear.w8, x_.as(), rows_)
+                                          : cuda::w4_fused_fits(type_, linear.w4, x_.as())))
                     throw std::invalid_argument("the fused kernels do not fit here, or there is no plan");
-                run.w4_fused(linear, x_.as(), rows_, y_.as(), type_, plan_of(*plan));
+                if (bits_ == 8)
+                    run.w8_fused(linear, x_.as(), rows_, y_.as(), type_, plan_of(*plan));
+                else
+                    run.w4_fused(linear, x_.as(), rows_, y_.as(), type_, plan_of(*plan));
             } else {
                 run(linear, x_.as(), rows_, y_.as(), type_);
             }
@@ -88,28 +93,22 @@ class LinearCase {
         if (bits_ == 16) {
             linear.dense = weights_[i].as();
         } else if (bits_ == 8) {
-            linear.w8 = {weights_[i].as<uint8_t>(),
-                         params_[i].as(),
-                         nullptr,
-                         nullptr,
-                         type_ == DType::BF16,
-                         n_,
-                         k_,
-                         k_ / 64,
-                         k_ / group_,
-                         group_};
+            linear.w8 = {packed(i), nullptr};
         } else {
-            linear.w4 = {weights_[i].as<uint8_t>(),
-                         params_[i].as(),
-                         nullptr,
-                         type_ == DType::BF16,
-                         n_,
-                         k_,
-                         k_ / 64,
-                         k_ / group_,
-                         group_};
+            linear.w4 = {packed(i)};
         }
         return linear;
+    }
+    cuda::PackedView packed(int i) const {
+        return {weights_[i].as<uint8_t>(),
+                params_[i].as(),
+                nullptr,
+                type_ == DType::BF16,
+                n_,
+                k_,
+                k_ / 64,
+                k_ / group_,
+                group_};
     }
 
     int n_, k_, rows_, group_;
@@ -126,12 +125,17 @@ double bench_linear(int n, int k, int rows, int group, const std::string& dtype,
         .time(way, std::nullopt, overlap, repeats, splits);
 }
 
-// Microseconds of each plan of the fused kernels.
-std::vector<double> bench_w4_plans(int n, int k, int rows, int group, const std::string& dtype,
-                                   const std::vector<PlanTuple>& plans, bool overlap, int repeats) {
-    const LinearCase linear(n, k, rows, group, parse_dtype(dtype), 4);
+// Microseconds of each plan of the fused kernels, each after a pause: the GPU's clock gives way to work, and
+// plans must not pay for those before them.
+std::vector<double> bench_plans(int bits, int n, int k, int rows, int group, const std::string& dtype,
+                                const std::vector<PlanTuple>& plans, bool overlap, int repeats) {
+    constexpr auto kPause = std::chrono::milliseconds(20);
+    const LinearCase linear(n, k, rows, group, parse_dtype(dtype), bits);
     std::vector<double> times;
-    for (const auto& plan : plans) times.push_back(linear.time("fused", plan, overlap, repeats));
+    for (const auto& plan : plans) {
+        std::this_thread::sleep_for(kPause);
+        times.push_back(linear.time("fused", plan, overlap, repeats));
+    }
     return times;
 }
 
@@ -200,13 +204,6 @@ double bench_attention(int batch, int context, int length, int num_heads, int nu
     return time_graph(backend.stream(), 4, repeats, [&](int) { backend.attention(0, *qkv, *out); });
 }
 
-int multiprocessors() {
-    int device = 0, count = 0;
-    check(cudaGetDevice(&device), "cudaGetDevice");
-    check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "counting multiprocessors");
-    return count;
-}
-
 // Bytes a second, read and written together, of a large device-to-device copy.
 double bench_copy() {
     const size_t bytes = size_t(4) << 30;
@@ -238,18 +235,19 @@ void register_bench_cuda(py::module_& m) {
     m.def("bench_linear", &bench_linear, py::arg("n"), py::arg("k"), py::arg("rows"), py::arg("group") = 128,
           py::arg("dtype") = "float16", py::arg("way") = "", py::arg("overlap") = false,
           py::arg("repeats") = 15, py::arg("bits") = 4, py::arg("splits") = 0);
-    m.def("bench_w4_plans", &bench_w4_plans, py::arg("n"), py::arg("k"), py::arg("rows"), py::arg("group"),
-          py::arg("dtype"), py::arg("plans"), py::arg("overlap") = false, py::arg("repeats") = 9);
+    m.def("bench_plans", &bench_plans, py::arg("bits"), py::arg("n"), py::arg("k"), py::arg("rows"),
+          py::arg("group"), py::arg("dtype"), py::arg("plans"), py::arg("overlap") = false,
+          py::arg("repeats") = 9);
     m.def("multiprocessors", &multiprocessors);
     m.def("w4_fused_runs", &cuda::w4_fused_runs);
-    m.def("w4_plan", [](int n, int k, int rows, bool overlap) {
+    m.def("fused_plan", [](int bits, int n, int k, int rows, bool overlap) {
         const auto [kernel, splits] =
-            cuda::choose_w4_plan(n, k, rows, multiprocessors(), cuda::w4_overlaps(rows, overlap));
+            cuda::choose_fused_plan(bits, n, k, rows, multiprocessors(), cuda::fused_overlaps(rows, overlap));
         return PlanTuple{kernel.warpgroups, kernel.tokens, kernel.blocks, splits};
     });
-    m.def("w4_kernels", [] {
+    m.def("fused_kernels", [](int bits) {
         std::vector<std::array<int, 3>> kernels;
-        for (const auto& kernel : cuda::kW4Kernels)
+        for (const auto& kernel : cuda::fused_kernels(bits))
             kernels.push_back({kernel.warpgroups, kernel.tokens, kernel.blocks});
         return kernels;
     });

@@ -11,8 +11,8 @@
 #include "core/half.h"
 #include "core/types.h"
 #include "kernels/cuda/error.h"
+#include "kernels/cuda/fused_plan.h"
 #include "kernels/cuda/memory.h"
-#include "kernels/cuda/w4_plan.h"
 
 namespace turbomill::python {
 
@@ -26,8 +26,17 @@ inline void require(bool ok, const char* message) {
 
 // (warpgroups, tokens, blocks, splits) of a plan, as Python passes it.
 using PlanTuple = std::array<int, 4>;
-inline cuda::W4Plan plan_of(const PlanTuple& p) {
+inline cuda::FusedPlan plan_of(const PlanTuple& p) {
     return {{p[0], p[1], p[2]}, p[3]};
+}
+
+// Of the current device.
+inline int multiprocessors() {
+    int device = 0, count = 0;
+    cuda::check(cudaGetDevice(&device), "cudaGetDevice");
+    cuda::check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device),
+                "counting multiprocessors");
+    return count;
 }
 
 class DeviceArray {

@@ -61,15 +61,9 @@ Floats w4_linear(const Floats& x, const Bytes& codes, const Bits16& scales,
     linear.n = n;
     linear.k = k;
     linear.bias = bias.size() ? biases.as<float>() : nullptr;
-    linear.w4 = {code_bytes.as<uint8_t>(),
-                 scale_bytes.as<void>(),
-                 zero_bytes ? zero_bytes->as<void>() : nullptr,
-                 parse_dtype(scale_dtype) == DType::BF16,
-                 n,
-                 k,
-                 k_tiles,
-                 groups,
-                 k_tiles * 64 / groups};
+    linear.w4 = {{code_bytes.as<uint8_t>(), scale_bytes.as<void>(),
+                  zero_bytes ? zero_bytes->as<void>() : nullptr, parse_dtype(scale_dtype) == DType::BF16, n,
+                  k, k_tiles, groups, k_tiles * 64 / groups}};
     cuda::LinearRunner run(type, size_t(n) * k, 0, nullptr);
     if (way == "in_place") {
         run.w4_in_place(linear, input.as<void>(), rows, y.as<void>(), out);
@@ -102,16 +96,9 @@ class W8Arrays {
         if (mins) mins_.emplace(mins->data(), mins->nbytes());
         linear_.n = n;
         linear_.k = k;
-        linear_.w8 = {codes_.as<uint8_t>(),
-                      scales_.as<void>(),
-                      zeros_ ? zeros_->as<void>() : nullptr,
-                      mins_ ? mins_->as<void>() : nullptr,
-                      parse_dtype(dtype) == DType::BF16,
-                      n,
-                      k,
-                      k_tiles,
-                      groups,
-                      k_tiles * 64 / groups};
+        linear_.w8 = {{codes_.as<uint8_t>(), scales_.as<void>(), zeros_ ? zeros_->as<void>() : nullptr,
+                       parse_dtype(dtype) == DType::BF16, n, k, k_tiles, groups, k_tiles * 64 / groups},
+                      mins_ ? mins_->as<void>() : nullptr};
     }
 
     const cuda::DeviceLinear& linear() const { return linear_; }
@@ -123,26 +110,36 @@ class W8Arrays {
 };
 
 // `way`: "in_place" with `splits` of K (0: chosen), "as_dense" with room for so many dense elements at a time
-// (0: all), or "" for the one that the engine takes.
+// (0: all), "fused" or "gated" with `plan`, or "" for the one that the engine takes.
 Floats w8_linear(const Floats& x, const Bytes& codes, const Bits16& scales,
                  const std::optional<Bits16>& zeros, const std::optional<Bits16>& mins, int n, int k,
                  const Floats& bias, const std::string& dtype, const std::string& scale_dtype,
-                 const std::string& out_dtype, const std::string& way, int splits, size_t room) {
+                 const std::string& out_dtype, const std::string& way, int splits, size_t room,
+                 const std::optional<PlanTuple>& plan) {
     const DType type = parse_dtype(dtype), out = parse_dtype(out_dtype);
     require(x.ndim() == 2 && x.shape(1) == k, "x must be [M, K]");
-    const int rows = int(x.shape(0));
+    const int rows = int(x.shape(0)), columns = way == "gated" ? n / 2 : n;
     const W8Arrays weight(codes, scales, zeros, mins, n, k, scale_dtype);
-    const DeviceArray input(x, type), biases(bias, DType::F32), y(out, size_t(rows) * n);
+    const DeviceArray input(x, type), biases(bias, DType::F32), y(out, size_t(rows) * columns);
     cuda::DeviceLinear linear = weight.linear();
     linear.bias = bias.size() ? biases.as<float>() : nullptr;
     cuda::LinearRunner run(type, 0, room ? room : size_t(n) * k, nullptr);
-    if (way == "in_place")
+    if (way == "in_place") {
         run.w8_in_place(linear, input.as<void>(), rows, y.as<void>(), out, splits);
-    else if (way == "as_dense")
+    } else if (way == "as_dense") {
         run.w8_as_dense(linear, input.as<void>(), rows, y.as<void>(), out);
-    else
+    } else if (way == "fused" || way == "gated") {
+        require(plan && cuda::w8_fused_fits(type, linear.w8, input.as<void>(), rows),
+                "the fused kernels do not fit here, or there is no plan");
+        if (way == "gated")
+            cuda::w8_fused(type, out, linear.w8, input.as<void>(), linear.bias, y.as<void>(), rows,
+                           plan_of(*plan), 132, false, nullptr, true);
+        else
+            run.w8_fused(linear, input.as<void>(), rows, y.as<void>(), out, plan_of(*plan));
+    } else {
         run(linear, input.as<void>(), rows, y.as<void>(), out);
-    return y.array({rows, n});
+    }
+    return y.array({rows, columns});
 }
 
 // Rows of an embedding with codes, fp32 [T, K]; an id below 0 means last[-1 - id].
@@ -167,39 +164,34 @@ Floats w4_chain(const Floats& x, const Bytes& codes, const Bits16& scales, int c
         code_bytes(codes.data(), codes.nbytes()), scale_bytes(scales.data(), scales.nbytes());
     cuda::DeviceLinear linear;
     linear.n = linear.k = k;
-    linear.w4 = {code_bytes.as<uint8_t>(),
-                 scale_bytes.as<void>(),
-                 nullptr,
-                 type == DType::BF16,
-                 k,
-                 k,
-                 k / 64,
-                 groups,
-                 k / groups};
+    linear.w4 = {{code_bytes.as<uint8_t>(), scale_bytes.as<void>(), nullptr, type == DType::BF16, k, k,
+                  k / 64, groups, k / groups}};
     cuda::LinearRunner run(type, size_t(k) * k, 0, nullptr);
     run.set_overlap(overlap);
-    int device = 0, multiprocessors = 0;
-    check(cudaGetDevice(&device), "cudaGetDevice");
-    check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device), "chain");
-    const cuda::W4Plan plan = cuda::choose_w4_plan(k, k, rows, multiprocessors, true);
+    const cuda::FusedPlan plan = cuda::choose_fused_plan(4, k, k, rows, multiprocessors(), true);
     for (int i = 0; i < count; ++i)
         run.w4_fused(linear, (i % 2 ? second : first).as<void>(), rows, (i % 2 ? first : second).as<void>(),
                      type, plan);
     return (count % 2 ? second : first).array({rows, k});
 }
 
-// As w4_chain.
+// As w4_chain; or, not `fused`, in place by w8_rows.
 Floats w8_chain(const Floats& x, const Bytes& codes, const Bits16& scales, int count,
-                const std::string& dtype, bool overlap) {
+                const std::string& dtype, bool overlap, bool fused) {
     const DType type = parse_dtype(dtype);
     const int rows = int(x.shape(0)), k = int(x.shape(1));
     const DeviceArray first(x, type), second(type, size_t(rows) * k);
     const W8Arrays weight(codes, scales, std::nullopt, std::nullopt, k, k, dtype);
     cuda::LinearRunner run(type, 0, size_t(k) * k, nullptr);
     run.set_overlap(overlap);
-    for (int i = 0; i < count; ++i)
-        run.w8_in_place(weight.linear(), (i % 2 ? second : first).as<void>(), rows,
-                        (i % 2 ? first : second).as<void>(), type);
+    const cuda::FusedPlan plan = cuda::choose_fused_plan(8, k, k, rows, multiprocessors(), true);
+    for (int i = 0; i < count; ++i) {
+        void *from = (i % 2 ? second : first).as<void>(), *to = (i % 2 ? first : second).as<void>();
+        if (fused)
+            run.w8_fused(weight.linear(), from, rows, to, type, plan);
+        else
+            run.w8_in_place(weight.linear(), from, rows, to, type);
+    }
     return (count % 2 ? second : first).array({rows, k});
 }
 
@@ -221,13 +213,13 @@ void register_kernels_cuda_linear(py::module_& m) {
     m.def("w8_linear", &w8_linear, py::arg("x"), py::arg("codes"), py::arg("scales"), py::arg("zeros"),
           py::arg("mins"), py::arg("n"), py::arg("k"), py::arg("bias") = none, py::arg("dtype"),
           py::arg("scale_dtype"), py::arg("out_dtype"), py::arg("way") = "", py::arg("splits") = 0,
-          py::arg("room") = 0);
+          py::arg("room") = 0, py::arg("plan") = py::none());
     m.def("embed_w8", &embed_w8, py::arg("ids"), py::arg("last"), py::arg("codes"), py::arg("scales"),
           py::arg("zeros"), py::arg("mins"), py::arg("n"), py::arg("k"), py::arg("scale_dtype"),
           py::arg("factor") = 1.f);
     m.def("weight_bytes", &weight_bytes, py::arg("model"), py::arg("tensors"));
     m.def("w8_chain", &w8_chain, py::arg("x"), py::arg("codes"), py::arg("scales"), py::arg("count"),
-          py::arg("dtype"), py::arg("overlap"));
+          py::arg("dtype"), py::arg("overlap"), py::arg("fused") = false);
     m.def("w4_chain", &w4_chain, py::arg("x"), py::arg("codes"), py::arg("scales"), py::arg("count"),
           py::arg("dtype"), py::arg("overlap"));
 }

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from turbomill.engine.pytorch.blocks import BlockPool
+from turbomill.engine.pytorch.device import failure, give_memory_back, is_lost
 from turbomill.engine.pytorch.records import Request, Sequence
 from turbomill.engine.pytorch.results import Results
 from turbomill.engine.pytorch.rules import LogitRules
@@ -55,6 +56,7 @@ class TorchCore:
         on_outputs: Callable[[list[Any]], None],
     ) -> None:
         self._runner, self._settings, self._load, self._on_outputs = runner, settings, load, on_outputs
+        runner.allocate()
         self._scheduler = self._new_scheduler()
         self._results = Results(self._scheduler, settings.vocab_size)
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
@@ -66,7 +68,6 @@ class TorchCore:
         self._paused = self._asleep = self._ended = False
         self._steps = self._prompt_tokens = 0
         self._healthy = True
-        runner.allocate()
         self._published = self._metrics()
         self._thread = threading.Thread(target=self._run, name="turbomill-pytorch", daemon=True)
         self._thread.start()
@@ -139,6 +140,8 @@ class TorchCore:
         self._thread.join()
         self._runner.release()
         self._runner.model = None
+        if not self._broken:
+            give_memory_back(self._runner.device)
 
     def _command(self, action: Callable[[], None]) -> None:
         done: Future[None] = Future()
@@ -169,7 +172,7 @@ class TorchCore:
             try:
                 worked = not self._paused and self._step()
                 self._take_in(wait=not worked)
-            except Exception as error:  # a mistake in the engine: nobody is left waiting for ever
+            except Exception as error:  # the device is lost, or a mistake: nobody is left waiting for ever
                 self._break(error)
             self._publish()  # before the clients hear of it: who saw the last output sees its blocks free
             self._notify()
@@ -199,9 +202,11 @@ class TorchCore:
         try:
             self._results.take(slices, self._runner.run(slices))
         except Exception as error:
+            if is_lost(error):
+                raise
             logger.error("a step of the model failed", exc_info=error)
             self._healthy = False
-            reason = f"the model failed: {type(error).__name__}: {error}"
+            reason = f"the model failed: {failure(error)}"
             for piece in slices:
                 if self._scheduler.find(piece.sequence.id) is not None:  # else it had ended before
                     self._results.fail(piece.sequence, reason)
@@ -243,7 +248,7 @@ class TorchCore:
         self._runner.release()
         if level == 2:
             self._runner.model = None
-        self._give_memory_back()
+        give_memory_back(self._runner.device)
         self._paused = self._asleep = True
 
     def _wake(self) -> None:
@@ -265,10 +270,6 @@ class TorchCore:
             self._restore()
             self._paused = paused
 
-    def _give_memory_back(self) -> None:
-        if self._runner.device.type == "cuda":
-            torch.cuda.empty_cache()
-
     def _end(self) -> None:
         for sequence in self._scheduler.all():
             self._results.finish(sequence, "cancelled")
@@ -278,7 +279,7 @@ class TorchCore:
         logger.error("the pytorch engine failed", exc_info=error)
         self._healthy = False
         with self._lock:
-            self._broken = f"the pytorch engine failed: {type(error).__name__}: {error}"
+            self._broken = f"the pytorch engine failed: {failure(error)}"
         left = self._scheduler.all()
         self._scheduler = self._new_scheduler()
         self._results.abandon(self._scheduler, left, self._broken)

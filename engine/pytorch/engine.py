@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from turbomill.engine.cache_size import cache_block_count, free_memory, show_bytes
+from turbomill.engine.cache_size import cache_block_count, show_bytes
 from turbomill.engine.config import EngineConfig
 from turbomill.engine.front import EngineFront, session_length
 from turbomill.engine.pytorch.attention import IMPLEMENTATION
 from turbomill.engine.pytorch.core import Settings, TorchCore
+from turbomill.engine.pytorch.device import failure, free_bytes, of_device, resolve_device
 from turbomill.engine.pytorch.load import Source, open_source
 from turbomill.engine.pytorch.probe import Probe, probe, set_attention
 from turbomill.engine.pytorch.records import Request
@@ -58,7 +59,12 @@ class PytorchEngine(EngineFront):
         logger.info("device %s: %s", device, chosen)
         with cpu_threads(self.config.num_threads):
             network = self.source.load(self._dtype, device)
-            found = probe(network, self.source.path)
+            try:
+                found = probe(network, self.source.path)
+            except RuntimeError as error:
+                if not of_device(error):
+                    raise
+                raise EngineError(f"the pytorch engine cannot start: {failure(error)}") from error
         paged = found.layers is not None
         if not paged and self.config.strict:
             raise UnsupportedModelError(
@@ -95,7 +101,7 @@ class PytorchEngine(EngineFront):
         try:
             core = TorchCore(runner, settings, partial(self._prepare, self.source), self._bridge.on_outputs)
         except (RuntimeError, MemoryError) as error:
-            raise EngineError(f"the pytorch engine cannot start: {error}") from error
+            raise EngineError(f"the pytorch engine cannot start: {failure(error)}") from error
         self._attach(core)
         logger.info(
             "engine pytorch on %s (%s): %s in %s, weights %s, session %d, "
@@ -120,8 +126,9 @@ class PytorchEngine(EngineFront):
             token_bytes = found.layers.token_elements * self._cache_dtype.itemsize
         else:
             token_bytes = max(1, found.own_token_bytes)
-        free = free_memory() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
-        blocks = cache_block_count(self.config, session_len, token_bytes * block_len, free, quantizable=False)
+        blocks = cache_block_count(
+            self.config, session_len, token_bytes * block_len, free_bytes(device), quantizable=False
+        )
         if found.layers is None:
             return OwnCacheRunner(network, found.in_pieces), blocks
         return PagedRunner(network, found.layers, blocks, block_len, self._cache_dtype), blocks
@@ -177,21 +184,6 @@ def check_options(config: EngineConfig) -> None:
     }
     if given := [f"--{name}" for name, refused in wrong.items() if refused]:
         raise UsageError(f"{', '.join(given)}: not of backend pytorch; use --backend turbomind")
-
-
-def resolve_device(device: str) -> tuple[torch.device, str]:
-    """EngineConfig's `device` as PyTorch has it, and why. Raises UsageError when there is no such GPU."""
-    if device == "cpu":
-        return torch.device("cpu"), "asked for"
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device == "auto":
-        if count:
-            return torch.device("cuda:0"), f"found {torch.cuda.get_device_name(0)}"
-        return torch.device("cpu"), "PyTorch finds no GPU"
-    index = int(device.partition(":")[2] or 0)
-    if index >= count:
-        raise UsageError(f"device is {device!r}, but PyTorch finds {count} GPUs: use --device cpu or auto")
-    return torch.device(f"cuda:{index}"), "asked for"
 
 
 def difference(running: Source, other: Source) -> str:

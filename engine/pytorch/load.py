@@ -17,6 +17,7 @@ from turbomill.convert.reference import attention_implementation, load_dense_mod
 from turbomill.convert.source import kind_of, resolve_model
 from turbomill.convert.store import Store, open_store
 from turbomill.convert.store.back import StoreCheckpoint
+from turbomill.engine.pytorch.device import fitting
 from turbomill.errors import CheckpointError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -65,10 +66,21 @@ class Source:
         return None
 
     def load(self, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-        """The model in eval mode, its weights dense. Raises CheckpointError when some are missing."""
+        """The model in eval mode, its weights dense.
+
+        Raises CheckpointError when some are missing, EngineError when the device has no room for them.
+        """
         model = load_dense_model(self.checkpoint, dtype) if self.known else self._load_unknown(dtype)
         self.checkpoint.release()
-        return model.to(device).requires_grad_(False)  # type: ignore[arg-type]
+        if device.type != "cpu":
+            nbytes = sum(p.numel() * p.element_size() for p in (*model.parameters(), *model.buffers()))
+            what = f"{self.path}: holding its weights as {str(dtype).removeprefix('torch.')}"
+            lower = (
+                "use a smaller model, --device cpu, or --backend turbomind, where packed weights stay packed"
+            )
+            with fitting(device, nbytes, what, lower):
+                model = model.to(device)  # type: ignore[arg-type]
+        return model.requires_grad_(False)
 
     def _load_unknown(self, dtype: torch.dtype) -> PreTrainedModel:
         from transformers import AutoModelForCausalLM

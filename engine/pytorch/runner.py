@@ -17,12 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from turbomill.engine.pytorch.attention import LayerCache, Step, attend_paged, attending
+from turbomill.engine.pytorch.device import fitting
 from turbomill.engine.pytorch.records import Slice
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Heads = tuple[int, int]  # (Nkv, D)
+# What transformers' models call the cache that they take and return; of states, it depends on the version.
+CACHE_NAMES = ("cache", "cache_params", "past_key_values")
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class Runner(ABC):
 
     @abstractmethod
     def allocate(self) -> None:
-        """Take the cache's memory."""
+        """Take the cache's memory. Raises EngineError where there is not so much."""
 
     @abstractmethod
     def release(self) -> None:
@@ -87,10 +90,12 @@ class PagedRunner(Runner):
     def allocate(self) -> None:
         assert self.model is not None
         modules = dict(self.model.named_modules())
-        self._caches = {
-            modules[name]: LayerCache(self._slots, *heads, self._dtype, self.device)
-            for name, heads in self._layers.heads.items()
-        }
+        nbytes = self._layers.token_elements * (self._slots + 1) * self._dtype.itemsize
+        with fitting(self.device, nbytes, "the KV cache", "lower --cache-max-entry-count"):
+            self._caches = {
+                modules[name]: LayerCache(self._slots, *heads, self._dtype, self.device)
+                for name, heads in self._layers.heads.items()
+            }
 
     def release(self) -> None:
         self._caches = {}
@@ -135,7 +140,7 @@ class OwnCacheRunner(Runner):
         """`in_pieces`: whether the model's code continues a text by several tokens at once."""
         super().__init__(model, model.device)
         self._in_pieces = in_pieces
-        self._cache_name = "cache" if "cache" in self._accepted else "past_key_values"
+        self._cache_name = next((n for n in CACHE_NAMES if n in self._accepted), CACHE_NAMES[-1])
 
     def allocate(self) -> None:
         pass  # transformers allocates as a sequence grows

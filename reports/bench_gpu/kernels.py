@@ -51,7 +51,7 @@ def check_linear(dtype: str) -> float:
 
 
 def check_bytes(dtype: str) -> float:
-    """The same of an 8-bit linear; beyond 32 rows its weights, exact in both types here, are rounded."""
+    """The same of an 8-bit linear; beyond 16 rows its weights, exact in both types here, are rounded."""
     rng = np.random.default_rng()
     n, k, group, worst = 192, 1024, 128, 0.0
     codes = rng.integers(0, 256, (n // 64, k // 64, 4, 8, 2, 64), np.uint8)
@@ -96,10 +96,9 @@ CHECKS = {4: check_linear, 8: check_bytes, 16: check_dense}
 
 
 def linears(dtype: str, repeats: int, overlap: bool = False, bits: int = 4) -> list[dict[str, Any]]:
-    """Microseconds of linears of 4, 8 (groups of 128) or 16 bits, of 4 bits with their plan.
+    """Microseconds of linears of 4, 8 (groups of 128) or 16 bits, of the packed ones with their plan.
 
     As [{"N", "K", "M", "us", "floor_us", "plan"}].
-
     `overlap`: by programmatic dependent launch, a kernel's weights begin to arrive while the one before ends.
     """
     CHECKS[bits](dtype)
@@ -113,7 +112,8 @@ def linears(dtype: str, repeats: int, overlap: bool = False, bits: int = 4) -> l
             moved = n * k * bits / 8 + params + 2 * m * (n + k)
             floor = max(moved / BANDWIDTH, 2.0 * m * n * k / FLOPS) * 1e6
             entry = {"N": n, "K": k, "M": m, "us": round(us, 2), "floor_us": round(floor, 2)}
-            rows.append(entry | ({"plan": _core.kernels_cuda.w4_plan(n, k, m, overlap)} if bits == 4 else {}))
+            plan = {"plan": _core.kernels_cuda.fused_plan(bits, n, k, m, overlap)} if bits < 16 else {}
+            rows.append(entry | plan)
     return rows
 
 

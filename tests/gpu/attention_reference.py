@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+
+from turbomill import _core
+
+
+def attend(
+    qkv: np.ndarray, nq: int, nkv: int, d: int, context: int, dtype: str, **options: Any
+) -> np.ndarray:
+    """The GPU's attention, its cache of the same type as the activations unless `options` say otherwise."""
+    return _core.kernels_cuda.attention(
+        qkv, nq, nkv, d, context, **({"cache_dtype": dtype, "dtype": dtype} | options)
+    )
 
 
 def rotated(x: np.ndarray, inv_freq: np.ndarray) -> np.ndarray:

@@ -1,7 +1,7 @@
 """Tests on a GPU: skipped, every one, where the core has no cuda backend or there is no GPU.
 
 They need torch, numpy, transformers, safetensors, pytest and hypothesis; those that hold the GPU against the
-CPU backend also need scipy_openblas64.
+CPU backend also need scipy_openblas64, grammars llguidance, the server fastapi and uvicorn: skipped without.
 """
 
 from __future__ import annotations
@@ -11,8 +11,11 @@ import inspect
 import os
 import zlib
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tiny_models import other_tiny_store, tiny_checkpoint, tiny_store  # noqa: F401
+from torch_threads import one_thread  # noqa: F401
 
 try:
     from turbomill import _core
@@ -22,6 +25,16 @@ except ImportError:
     FOUND = False
 
 HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="session")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Of a tiny random Llama in fp32."""
+    from native_engine import store_of, tiny_llama  # they need the core
+
+    path: Path = tmp_path_factory.mktemp("llama") / "model"
+    tiny_llama(path)
+    return store_of(path)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

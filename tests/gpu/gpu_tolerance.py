@@ -6,6 +6,8 @@ worst 2^-12 of a value for float16, 2^-9 for bfloat16, less in the mean) and of 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
@@ -41,6 +43,15 @@ def assert_close(actual: np.ndarray, expected: np.ndarray, bound: float) -> None
     assert np.linalg.norm(difference) <= bound * norm, np.linalg.norm(difference) / norm
     rows = np.linalg.norm(difference, axis=-1)
     assert rows.max() <= 8 * bound * max(norm / np.sqrt(len(rows)), np.finfo(np.float32).tiny), rows.argmax()
+
+
+def assert_overlap_changes_nothing(chain: Callable[[bool], np.ndarray]) -> None:
+    """Programmatic dependent launch (`chain(True)`) changes when weights are read, and nothing else."""
+    apart, *over = (chain(overlap) for overlap in (False, True, True, True))
+    assert np.isfinite(apart).all()
+    assert np.abs(apart).max() > 0
+    for run in over:  # a race would not lose every time
+        np.testing.assert_array_equal(run, apart)
 
 
 def assert_logits(actual: np.ndarray, expected: np.ndarray, bound: float, flips: bool = False) -> None:

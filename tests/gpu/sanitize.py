@@ -113,15 +113,20 @@ def linears() -> None:
             gpu.dense_linear(x, w, normal(n), dtype="float16", out_dtype="float16", gated=True)
 
 
+def w8(n: int, k: int, group: int, kind: str = "") -> tuple:
+    """A weight as gpu.w8_linear takes it. Kind: "zeros", "minima" or neither."""
+    shape = (n, -(-k // 64) * 64 // group)
+    codes = pack_bytes(rng.integers(0, 256, (n, k), dtype=np.uint8))
+    scales = halves(pack_params(rng.uniform(0.001, 0.01, shape).astype(np.float32)))
+    beside = halves(pack_params(rng.integers(0, 256, shape).astype(np.float32)))
+    return codes, scales, beside if kind == "zeros" else None, beside if kind == "minima" else None, n, k
+
+
 def linears8() -> None:
     types = {"dtype": "float16", "scale_dtype": "float16"}
     for n, k, group in ((80, 192, 32), (200, 320, 64)):
-        shape = (n, -(-k // 64) * 64 // group)
-        codes = pack_bytes(rng.integers(0, 256, (n, k), dtype=np.uint8))
-        scales = halves(pack_params(rng.uniform(0.001, 0.01, shape).astype(np.float32)))
-        beside = halves(pack_params(rng.integers(0, 256, shape).astype(np.float32)))
-        for zeros, mins in ((None, None), (beside, None), (None, beside)):
-            weight = (codes, scales, zeros, mins, n, k)
+        for kind in ("", "zeros", "minima"):
+            weight = w8(n, k, group, kind)
             for rows in (3, 12, 20, 70):
                 for splits in (1, 3):
                     options = {"out_dtype": "float16", "way": "in_place", "splits": splits}
@@ -135,11 +140,24 @@ def fused() -> None:
     types = {"dtype": "float16", "scale_dtype": "float16", "out_dtype": "float16"}
     for group in (32, 128):
         weight = w4(144, 384, group)
-        for kernel in gpu.w4_kernels():
+        for kernel in gpu.fused_kernels(4):
             for splits in (1, 3) if kernel[0] != 7 else (1,):
                 for way in ("fused", "gated"):
                     plan = (*kernel, splits)
                     gpu.w4_linear(normal(21, 384), *weight, 144, 384, **types, way=way, plan=plan)
+
+
+def fused8() -> None:
+    types = {"dtype": "float16", "scale_dtype": "float16", "out_dtype": "float16"}
+    for group, kind in ((32, "minima"), (32, "zeros"), (128, "")):
+        weight = w8(144, 384, group, kind)
+        for kernel in gpu.fused_kernels(8):
+            if kind == "minima" and kernel[1] <= 16:
+                continue
+            for splits in (1, 3) if kernel[0] != 7 else (1,):
+                for way in ("fused", "gated"):
+                    plan = (*kernel, splits)
+                    gpu.w8_linear(normal(21, 384), *weight, **types, way=way, plan=plan)
 
 
 def experts() -> None:
@@ -194,6 +212,7 @@ GROUPS: list[Callable[[], None]] = [
     linears,
     linears8,
     fused,
+    fused8,
     experts,
     sampling,
     engines,
@@ -203,7 +222,7 @@ if __name__ == "__main__":
     for group in GROUPS:
         if len(sys.argv) > 1 and not any(part in group.__name__ for part in sys.argv[1:]):
             continue
-        if group is fused and not gpu.w4_fused_runs():
+        if group in (fused, fused8) and not gpu.w4_fused_runs():
             continue
         start = time.monotonic()
         group()

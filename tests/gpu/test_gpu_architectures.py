@@ -13,7 +13,7 @@ import torch
 from architectures import CASES, Case
 from native_engine import Native, store_of
 from quantized_models import quantized
-from test_native_architectures import dequantized, logits_of, one_thread, prompt  # noqa: F401
+from test_native_architectures import dequantized, logits_of, prompt
 
 from turbomill.convert.formats.awq import AwqFormat
 from turbomill.convert.formats.gptq import GptqFormat

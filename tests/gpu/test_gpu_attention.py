@@ -3,7 +3,7 @@ from __future__ import annotations
 import gpu_tolerance
 import numpy as np
 import pytest
-from attention_reference import reference, stored_rows
+from attention_reference import attend, reference, stored_rows
 
 from turbomill import _core
 
@@ -49,9 +49,7 @@ def case(tokens: int, nq: int, nkv: int, d: int, dtype: str) -> np.ndarray:
 def test_plain_cache(nq: int, nkv: int, d: int, dtype: str) -> None:
     for tokens, context, chunk in SPANS:
         qkv = case(tokens, nq, nkv, d, dtype)
-        out = _core.kernels_cuda.attention(
-            qkv, nq, nkv, d, context, cache_dtype=dtype, dtype=dtype, chunk=chunk
-        )
+        out = attend(qkv, nq, nkv, d, context, dtype, chunk=chunk)
         gpu_tolerance.assert_close(out, reference(qkv, nq, nkv, d, context), gpu_tolerance.ATTENTION[dtype])
 
 
@@ -60,9 +58,7 @@ def test_plain_cache(nq: int, nkv: int, d: int, dtype: str) -> None:
 def test_block_length_does_not_matter(block_len: int, dtype: str) -> None:
     qkv = case(200, 9, 3, 64, dtype)
     for context, chunk in ((40, 160), (199, 1)):
-        out = _core.kernels_cuda.attention(
-            qkv, 9, 3, 64, context, block_len, cache_dtype=dtype, dtype=dtype, chunk=chunk
-        )
+        out = attend(qkv, 9, 3, 64, context, dtype, block_len=block_len, chunk=chunk)
         gpu_tolerance.assert_close(out, reference(qkv, 9, 3, 64, context), gpu_tolerance.ATTENTION[dtype])
 
 
@@ -75,9 +71,7 @@ def test_rotation(d: int, dtype: str) -> None:
     # lay at 1.02e-3.
     bound = {"float32": 1e-5, "float16": 1.25e-3, "bfloat16": 8e-3}[dtype]
     for context, chunk in ((0, 999), (149, 1)):
-        out = _core.kernels_cuda.attention(
-            qkv, 4, 2, d, context, cache_dtype=dtype, dtype=dtype, inv_freq=inv_freq.tolist(), chunk=chunk
-        )
+        out = attend(qkv, 4, 2, d, context, dtype, inv_freq=inv_freq.tolist(), chunk=chunk)
         gpu_tolerance.assert_close(out, reference(qkv, 4, 2, d, context, inv_freq), bound)
 
 
@@ -102,9 +96,8 @@ def test_quantized_cache_is_attention_over_what_it_stored(
     for tokens, context, chunk in SPANS:
         qkv = case(tokens, nq, nkv, d, dtype)
         expected = stored_rows(qkv, nq, d, bits)
-        out = _core.kernels_cuda.attention(
-            qkv, nq, nkv, d, context, quant_policy=bits, cache_dtype="float16", dtype=dtype, chunk=chunk
-        )
+        options = {"quant_policy": bits, "cache_dtype": "float16", "chunk": chunk}
+        out = attend(qkv, nq, nkv, d, context, dtype, **options)
         gpu_tolerance.assert_close(
             out, reference(expected, nq, nkv, d, context), gpu_tolerance.ATTENTION_QUANTIZED[dtype]
         )
@@ -118,9 +111,7 @@ def test_a_cache_of_another_type_than_activations(dtype: str) -> None:
         qkv = gpu_tolerance.rounded(qkv, dtype)  # few values are left that one holds and the other does not
         kept = gpu_tolerance.rounded(qkv, cache_dtype)
         for context, chunk in ((0, 999), (129, 1)):
-            out = _core.kernels_cuda.attention(
-                qkv, 8, 2, 64, context, cache_dtype=cache_dtype, dtype=dtype, chunk=chunk
-            )
+            out = attend(qkv, 8, 2, 64, context, dtype, cache_dtype=cache_dtype, chunk=chunk)
             expected = reference(np.concatenate([qkv[:, : 8 * 64], kept[:, 8 * 64 :]], 1), 8, 2, 64, context)
             gpu_tolerance.assert_close(out, expected, gpu_tolerance.ATTENTION[dtype])
 
@@ -173,9 +164,7 @@ def test_quantized_sizes(key_size: float, value_size: float, bits: int, dtype: s
     qkv[:, nq + nkv :] *= value_size * np.exp2(np.random.default_rng().integers(-6, 7, (tokens, 1, 1)))
     qkv = gpu_tolerance.rounded(qkv.reshape(tokens, -1), dtype)
     expected = stored_rows(qkv, nq, d, bits)
-    out = _core.kernels_cuda.attention(
-        qkv, nq, nkv, d, tokens - 1, quant_policy=bits, cache_dtype="float16", dtype=dtype
-    )
+    out = attend(qkv, nq, nkv, d, tokens - 1, dtype, quant_policy=bits, cache_dtype="float16")
     gpu_tolerance.assert_close(
         out, reference(expected, nq, nkv, d, tokens - 1), gpu_tolerance.ATTENTION_QUANTIZED[dtype]
     )

@@ -8,7 +8,7 @@ from typing import Any
 import gpu_tolerance
 import numpy as np
 import pytest
-from attention_reference import normed_heads, reference, rotated, stored_rows
+from attention_reference import attend, normed_heads, reference, rotated, stored_rows
 from test_gpu_attention import case
 
 from turbomill import _core
@@ -49,9 +49,7 @@ def test_plain_cache(name: str, nq: int, nkv: int, d: int, dtype: str) -> None:
     variant = variant_of(name, d)
     for tokens, context, chunk in SPANS:
         qkv = case(tokens, nq, nkv, d, dtype)
-        out = _core.kernels_cuda.attention(
-            qkv, nq, nkv, d, context, cache_dtype=dtype, dtype=dtype, chunk=chunk, **variant
-        )
+        out = attend(qkv, nq, nkv, d, context, dtype, chunk=chunk, **variant)
         expected = reference(qkv, nq, nkv, d, context, **variant)
         gpu_tolerance.assert_close(out, expected, gpu_tolerance.ATTENTION[dtype])
         if tokens > 200 and name != "scale":  # a kernel that ignores the variant would be far off
@@ -67,18 +65,7 @@ def test_quantized_cache(name: str, bits: int, nq: int, nkv: int, d: int, dtype:
     variant = variant_of(name, d)
     for tokens, context, chunk in SPANS:
         qkv = case(tokens, nq, nkv, d, dtype)
-        out = _core.kernels_cuda.attention(
-            qkv,
-            nq,
-            nkv,
-            d,
-            context,
-            quant_policy=bits,
-            cache_dtype=dtype,
-            dtype=dtype,
-            chunk=chunk,
-            **variant,
-        )
+        out = attend(qkv, nq, nkv, d, context, dtype, quant_policy=bits, chunk=chunk, **variant)
         expected = reference(stored_rows(qkv, nq, d, bits), nq, nkv, d, context, **variant)
         gpu_tolerance.assert_close(out, expected, gpu_tolerance.ATTENTION_QUANTIZED[dtype])
 
@@ -118,20 +105,9 @@ def test_norms_of_heads(bits: int, nq: int, nkv: int, d: int, dtype: str) -> Non
     bound = {"float32": 1e-5, "float16": 1.5e-3, "bfloat16": 1e-2}[dtype]
     for tokens, context, chunk in ((150, 0, 999), (150, 149, 1), (150, 120, 7)):
         qkv = case(tokens, nq, nkv, d, dtype)
-        out = _core.kernels_cuda.attention(
-            qkv,
-            nq,
-            nkv,
-            d,
-            context,
-            quant_policy=bits % 16,
-            cache_dtype=dtype,
-            dtype=dtype,
-            inv_freq=inv_freq.tolist(),
-            chunk=chunk,
-            q_norm=q_norm.tolist(),
-            k_norm=k_norm.tolist(),
-        )
+        norms = {"q_norm": q_norm.tolist(), "k_norm": k_norm.tolist()}
+        options = {"quant_policy": bits % 16, "inv_freq": inv_freq.tolist(), "chunk": chunk, **norms}
+        out = attend(qkv, nq, nkv, d, context, dtype, **options)
         if bits == 16:
             expected = reference(qkv, nq, nkv, d, context, inv_freq, q_norm=q_norm, k_norm=k_norm)
             gpu_tolerance.assert_close(out, expected, bound)
@@ -152,9 +128,7 @@ def test_partial_rotation(rotary: int, d: int, dtype: str) -> None:
     qkv = case(150, 4, 2, d, dtype)
     bound = {"float32": 1e-5, "float16": 1.25e-3}[dtype]
     for context, chunk in ((0, 999), (149, 1)):
-        out = _core.kernels_cuda.attention(
-            qkv, 4, 2, d, context, cache_dtype=dtype, dtype=dtype, inv_freq=inv_freq.tolist(), chunk=chunk
-        )
+        out = attend(qkv, 4, 2, d, context, dtype, inv_freq=inv_freq.tolist(), chunk=chunk)
         gpu_tolerance.assert_close(out, reference(qkv, 4, 2, d, context, inv_freq), bound)
 
 

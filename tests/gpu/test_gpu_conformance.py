@@ -1,9 +1,9 @@
-"""The suite that every engine passes, on the GPU: in fp32, and with the cache in 8 bits."""
+"""The suite that every engine passes, on the GPU: the C++ engine in fp32, and with its cache in 8 bits; the
+PyTorch engine."""
 
 from __future__ import annotations
 
 import importlib.util
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -12,14 +12,19 @@ from typing import Any
 import pytest
 
 from turbomill.engine.config import EngineConfig
-from turbomill.engine.turbomind import TurbomindEngine
+from turbomill.engine.select import create_engine
 
-ENGINE_TESTS = Path(__file__).parents[1] / "engine"
-sys.path.append(str(ENGINE_TESTS))  # for what its conftest imports
+SUITE = Path(__file__).parents[1] / "engine/conformance/test_conformance.py"
+ENGINES = {
+    "turbomind": {},
+    "turbomind-kv8": {"quant_policy": 8},
+    "pytorch": {"backend": "pytorch"},
+}
 
 
-def _module(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"gpu_{path.stem}", path)
+def _suite() -> ModuleType:
+    """A copy: the tests of the module that pytest collects have the CPU's fixtures."""
+    spec = importlib.util.spec_from_file_location("gpu_test_conformance", SUITE)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -27,20 +32,17 @@ def _module(path: Path) -> ModuleType:
     return module
 
 
-suite = _module(ENGINE_TESTS / "conformance/test_conformance.py")
-fixtures = _module(ENGINE_TESTS / "conftest.py")
-globals().update({name: test for name, test in vars(suite).items() if name.startswith("test_")})
-tiny_checkpoint, tiny_store = fixtures.tiny_checkpoint, fixtures.tiny_store
-other_tiny_store = fixtures.other_tiny_store
+globals().update({name: test for name, test in vars(_suite()).items() if name.startswith("test_")})
 
 
-@pytest.fixture(params=[0, 8])
+@pytest.fixture(params=ENGINES)
 def make_engine(request: pytest.FixtureRequest, tiny_store: Any) -> Iterator[Callable[..., Any]]:
     engines = []
 
-    def make(**config: Any) -> TurbomindEngine:
-        fields = {"device": "cuda", "session_len": 256, "max_batch_size": 8, "quant_policy": request.param}
-        engines.append(TurbomindEngine(tiny_store, EngineConfig(**(fields | config))))
+    def make(**config: Any) -> Any:
+        fields = {"device": "cuda", "session_len": 256, "max_batch_size": 8} | ENGINES[request.param]
+        engines.append(create_engine(tiny_store, EngineConfig(**(fields | config))))
+        assert engines[-1].info.backend == "cuda:0"
         return engines[-1]
 
     yield make

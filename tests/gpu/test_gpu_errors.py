@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from apart import run_apart
 from architectures import CASES
 from native_engine import Native, store_of, tiny_llama
 from safetensors.torch import load_file, save_file
@@ -139,17 +138,7 @@ print("as it should be")
 @pytest.mark.parametrize("eager", [False, True])
 def test_a_broken_context_fails_every_request_and_says_so(eager: bool, store: Any) -> None:
     """An illegal access while steps are in flight; in a process of its own, which it spoils."""
-    paths = [str(Path(__file__).parents[1] / folder) for folder in ("engine/native", "models", "kernels")]
-    done = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path[:0] = {paths!r}\n{BROKEN}", str(store.path)]
-        + ["eager"] * eager,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "as it should be" in done.stdout
+    run_apart(BROKEN, str(store.path), *["eager"] * eager)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3-moe"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gpu_tolerance
 import numpy as np
 import pytest
-from attention_reference import reference
+from attention_reference import attend, reference
 
 from turbomill import _core
 
@@ -62,18 +62,8 @@ def test_attention_over_what_is_stored(
 ) -> None:
     for tokens, context, chunk in SPANS:
         qkv = case(tokens, nq, nkv, d, dtype)
-        out = _core.kernels_cuda.attention(
-            qkv,
-            nq,
-            nkv,
-            d,
-            context,
-            quant_policy=policy,
-            cache_dtype=dtype,
-            dtype=dtype,
-            chunk=chunk,
-            rotation=rotation,
-        )
+        options = {"quant_policy": policy, "chunk": chunk, "rotation": rotation}
+        out = attend(qkv, nq, nkv, d, context, dtype, **options)
         kept = stored(qkv, nq, nkv, d, policy, rotation)
         expected = reference(kept, nq, nkv, d, context)
         gpu_tolerance.assert_close(out, expected, bound(policy, rotation, dtype))
@@ -86,19 +76,8 @@ def test_centred_keys(policy: int, nq: int, nkv: int, d: int, dtype: str) -> Non
     """Less their mean over all tokens; what every query sees moves alike, and less is rounded."""
     for tokens, context, chunk in SPANS[1:]:
         qkv = case(tokens, nq, nkv, d, dtype)
-        out = _core.kernels_cuda.attention(
-            qkv,
-            nq,
-            nkv,
-            d,
-            context,
-            quant_policy=policy,
-            cache_dtype=dtype,
-            dtype=dtype,
-            chunk=chunk,
-            rotation=True,
-            centre=True,
-        )
+        options = {"quant_policy": policy, "chunk": chunk, "rotation": True, "centre": True}
+        out = attend(qkv, nq, nkv, d, context, dtype, **options)
         kept = stored(qkv, nq, nkv, d, policy, True, centre=True)
         gpu_tolerance.assert_close(out, reference(kept, nq, nkv, d, context), bound(policy, True, dtype))
 

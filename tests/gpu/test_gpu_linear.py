@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import gpu_tolerance
 import numpy as np
 import pytest
+from fused_cases import FUSED_CASES, fused_kernels, most_splits
 from store_packing import pack_codes, pack_params
 
 from turbomill import _core
@@ -108,26 +111,9 @@ def test_w4_as_dense(n: int, k: int, group: int, symmetric: bool, dtype: str) ->
         gpu_tolerance.assert_close(y, x.astype(np.float64) @ w.T, 2 * gpu_tolerance.OUTPUT[dtype])
 
 
-HALVED = 7  # warpgroups, of kernels whose thread blocks share rows of N, and never K
-FUSED_CASES = [
-    (15, 64, 32),
-    (65, 128, 32),
-    (80, 192, 64),
-    (200, 320, 320),
-    (16, 40, 64),
-    (333, 1088, 32),
-    (520, 1088, 64),
-    (256, 2048, 128),
-    (1160, 512, 128),
-]
-
-
 @pytest.fixture
 def fused() -> list[tuple[int, int, int]]:
-    """The fused kernels (warpgroups, tokens, blocks), where there are any."""
-    if not _core.kernels_cuda.w4_fused_runs():
-        pytest.skip("needs a GPU of capability 9.0 and machine code for 90a")
-    return _core.kernels_cuda.w4_kernels()
+    return fused_kernels(4)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -140,7 +126,7 @@ def test_w4_fused(fused: list, n: int, k: int, group: int, symmetric: bool, dtyp
     w = gpu_tolerance.rounded(unrounded, dtype).astype(np.float64)
     bias = rng.standard_normal(n).astype(np.float32)
     for number, (warpgroups, tokens, blocks) in enumerate(fused):
-        most = 1 if warpgroups == HALVED else min(8, -(-k // 128))
+        most = most_splits(warpgroups, k)
         for splits in {1, min(most, 2 + number % 7)}:
             for rows in {1, tokens, tokens + 1}:
                 x = gpu_tolerance.rounded(rng.standard_normal((rows, k)), dtype)
@@ -171,7 +157,7 @@ def test_w4_fused_gates_as_the_gates_own_kernel(fused: list, n: int, k: int, gro
     _, stored = w4_case(n, k, group, False, dtype)
     bias = rng.standard_normal(n).astype(np.float32)
     for warpgroups, tokens, blocks in fused:
-        for splits in {1, 1 if warpgroups == HALVED else min(3, -(-k // 128))}:
+        for splits in {1, most_splits(warpgroups, k, 3)}:
             for rows in (1, tokens + 1):
                 x = gpu_tolerance.rounded(rng.standard_normal((rows, k)), dtype)
                 plan = (warpgroups, tokens, blocks, splits)
@@ -226,27 +212,20 @@ def test_w4_fused_rows_do_not_depend_on_each_other(fused: list) -> None:
 
 
 def test_w4_fused_overlapping_launches_wait_for_their_input(fused: list) -> None:
-    """Programmatic dependent launch changes when weights are read, and nothing else."""
     rng = np.random.default_rng()
     low, high = rng.integers(1, 16, (2, 32, 32, 4, 32, 16), np.uint8)  # of mean 8: nothing grows
     codes = low | high << 4
     scales = gpu_tolerance.bits(np.full((32, 16, 64), 2.0**-8, np.float32), "float16")
     for rows in (1, 16, 40, 300):
         x = gpu_tolerance.rounded(rng.standard_normal((rows, 2048)), "float16")
-        apart, *over = (
-            _core.kernels_cuda.w4_chain(x, codes, scales, 12, dtype="float16", overlap=overlap)
-            for overlap in (False, True, True, True)
-        )
-        assert np.isfinite(apart).all()
-        assert np.abs(apart).max() > 0
-        for run in over:  # a race would not lose every time
-            np.testing.assert_array_equal(run, apart)
+        chain = partial(_core.kernels_cuda.w4_chain, x, codes, scales, 12, dtype="float16")
+        gpu_tolerance.assert_overlap_changes_nothing(lambda overlap, chain=chain: chain(overlap=overlap))
 
 
 def test_w4_fused_refuses_a_plan_without_a_kernel(fused: list) -> None:
     _, stored = w4_case(64, 128, 64, True, "float16")
     for plan in ((5, 8, 1, 1), (2, 8, 2, 9), (2, 8, 2, 3), (2, 8, 2, 0), (7, 128, 1, 2)):
-        with pytest.raises(ValueError, match="w4_fused"):
+        with pytest.raises(ValueError, match="fused linear"):
             _core.kernels_cuda.w4_linear(
                 np.zeros((1, 128), np.float32),
                 *stored,

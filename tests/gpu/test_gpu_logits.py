@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from logit_rules import random_rules
-from native_engine import Native, store_of, tiny_llama
+from native_engine import Native
 from test_native_parity import prompt
 from test_native_sampling import RULES
 
@@ -61,13 +60,6 @@ def test_logprobs_are_the_hosts(vocab: int, count: int) -> None:
             assert logprob == pytest.approx(expected, abs=1e-5)
             assert [t for t, _ in top] == [t for t, _ in expected_top]
             np.testing.assert_allclose([p for _, p in top], [p for _, p in expected_top], atol=1e-5)
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    path: Path = tmp_path_factory.mktemp("logits") / "model"
-    tiny_llama(path)
-    return store_of(path)
 
 
 def test_texts_under_rules_are_the_cpu_backends(store: Any) -> None:

@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
-from native_engine import Native, store_of, tiny_llama
+from native_engine import Native
 from test_native_parity import prompt
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    path: Path = tmp_path_factory.mktemp("prefix") / "model"
-    tiny_llama(path)
-    return store_of(path)
-
 
 SCHEMES = [
     {"quant_policy": 0},

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
-from native_engine import Native, store_of, tiny_llama
+from native_engine import Native
 from test_native_parity import prompt
 
 from turbomill import _core
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    path: Path = tmp_path_factory.mktemp("sleep") / "model"
-    tiny_llama(path)
-    return store_of(path)
 
 
 @pytest.mark.parametrize("level", [1, 2])

@@ -1,12 +1,14 @@
-"""8-bit weights on the GPU against fp64 references: products in place and as dense matrices, embeddings."""
+"""8-bit weights on the GPU against fp64 references: products in every way there is, embeddings."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import gpu_tolerance
 import numpy as np
 import pytest
+from fused_cases import FUSED_CASES, fused_kernels, most_splits
 from store_packing import pack_bytes, pack_params
 
 from turbomill import _core
@@ -98,6 +100,92 @@ def test_many_rows_round_the_weight_once(way: str, n: int, k: int, group: int, k
         gpu_tolerance.assert_close(y, x.astype(np.float64) @ case.w.T + bias, 2 * gpu_tolerance.OUTPUT[dtype])
 
 
+MOST_BY_WARPS = 16  # tokens of kernels that round no weight, and take no minima
+MINIMA_CASES = [(n, k, group) for n, k, group in FUSED_CASES if group <= 64 and group < k]
+
+
+@pytest.fixture
+def fused() -> list[tuple[int, int, int]]:
+    return fused_kernels(8)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    ("n", "k", "group", "kind"),
+    # Minima: in several groups of 32 or 64.
+    [(*case, kind) for kind in KINDS for case in FUSED_CASES if kind != "minima" or case in MINIMA_CASES],
+)
+def test_fused(fused: list, n: int, k: int, group: int, kind: str, dtype: str) -> None:
+    """Every kernel and several splits of K, rows around its tile."""
+    case = Case(n, k, group, kind, dtype)
+    rounded = gpu_tolerance.rounded(case.w, dtype).astype(np.float64)
+    bias = np.random.default_rng().standard_normal(n).astype(np.float32)
+    for number, (warpgroups, tokens, blocks) in enumerate(fused):
+        if kind == "minima" and tokens <= MOST_BY_WARPS:
+            continue
+        most = most_splits(warpgroups, k)
+        for splits in {1, min(most, 2 + number % 7)}:
+            for rows in {17 if kind == "minima" else 1, tokens, tokens + 1}:
+                x = normal(rows, k, dtype)
+                out = dtype if (number + splits + rows) % 2 else "float32"
+                plan = (warpgroups, tokens, blocks, splits)
+                y = case.times(x, dtype, out, bias=bias, way="fused", plan=plan)
+                w = case.w if tokens <= MOST_BY_WARPS else rounded
+                # Tensor cores add a little less exactly.
+                bound = max(gpu_tolerance.OUTPUT[out], 1e-5)
+                gpu_tolerance.assert_close(y, x.astype(np.float64) @ w.T + bias, bound)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    ("n", "k", "group", "kind"),
+    [(16, 64, 32, "zeros"), (208, 320, 320, "zeros"), (512, 1088, 64, "minima")],
+)
+def test_fused_gates_as_the_gates_own_kernel(
+    fused: list, n: int, k: int, group: int, kind: str, dtype: str
+) -> None:
+    """The same bits, from sums in one block and from sums of several."""
+    case = Case(n, k, group, kind, dtype)
+    bias = np.random.default_rng().standard_normal(n).astype(np.float32)
+    for warpgroups, tokens, blocks in fused:
+        if kind == "minima" and tokens <= MOST_BY_WARPS:
+            continue
+        for splits in {1, most_splits(warpgroups, k, 3)}:
+            for rows in (17, tokens + 1):
+                x = normal(rows, k, dtype)
+                plan = (warpgroups, tokens, blocks, splits)
+                whole, gated = (
+                    case.times(x, dtype, dtype, bias=bias, way=way, plan=plan) for way in ("fused", "gated")
+                )
+                assert np.abs(gated).max() > 0
+                np.testing.assert_array_equal(gated, _core.kernels_cuda.gate(whole, "silu", dtype))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_engines_choice_runs_for_any_shape(kind: str) -> None:
+    for n, k in ((64, 64), (4096, 256), (576, 576), (9000, 128)):
+        case = Case(n, k, 64, kind, "float16")
+        for rows in (1, 5, 16, 17, 48, 100, 300, 700):
+            x = normal(rows, k, "float16")
+            y = case.times(x, "float16", "float16")
+            gpu_tolerance.assert_close(
+                y, x.astype(np.float64) @ case.w.T, 2 * gpu_tolerance.OUTPUT["float16"]
+            )
+
+
+def test_fused_refuses_a_plan_without_a_kernel(fused: list) -> None:
+    case, x = Case(64, 128, 64, "zeros", "float16"), np.zeros((20, 128), np.float32)
+    for plan in ((5, 8, 1, 1), (2, 8, 2, 9), (2, 8, 2, 3), (2, 8, 2, 0), (7, 128, 1, 2)):
+        with pytest.raises(ValueError, match="fused linear"):
+            case.times(x, "float16", "float16", way="fused", plan=plan)
+    minima = Case(64, 128, 64, "minima", "float16")
+    with pytest.raises(ValueError, match="minima"):
+        minima.times(x, "float16", "float16", way="fused", plan=(2, 8, 2, 1))
+    for case, rows in ((minima, 16), (Case(64, 128, 128, "minima", "float16"), 20)):
+        with pytest.raises(ValueError, match="do not fit"):
+            case.times(x[:rows], "float16", "float16", way="fused", plan=(2, 32, 2, 1))
+
+
 @pytest.mark.parametrize("bits", [5, 6, 7])
 def test_codes_of_fewer_bits(bits: int) -> None:
     case = Case(80, 192, 32, "zeros", "float16", bits)
@@ -171,20 +259,19 @@ def test_a_large_weight_is_made_dense_in_pieces(out: str) -> None:
         gpu_tolerance.assert_close(pieces, whole.astype(np.float64), gpu_tolerance.OUTPUT["float16"])
 
 
-def test_overlapping_launches_wait_for_their_input() -> None:
+@pytest.mark.parametrize("way", ["in place", "fused"])
+def test_overlapping_launches_wait_for_their_input(way: str) -> None:
+    if way == "fused" and not _core.kernels_cuda.w4_fused_runs():
+        pytest.skip("needs a GPU of capability 9.0 and machine code for 90a")
     rng = np.random.default_rng()
     codes = rng.integers(96, 161, (32, 32, 4, 8, 2, 64), np.uint8)  # of mean 128: nothing grows
     scales = gpu_tolerance.bits(np.full((32, 16, 64), 2.0**-10, np.float32), "float16")
-    for rows in (1, 16, 20, 40, 150):
+    for rows in (1, 16, 20, 40, 150, 300):
         x = normal(rows, 2048, "float16")
-        apart, *over = (
-            _core.kernels_cuda.w8_chain(x, codes, scales, 12, dtype="float16", overlap=overlap)
-            for overlap in (False, True, True, True)
+        chain = partial(
+            _core.kernels_cuda.w8_chain, x, codes, scales, 12, dtype="float16", fused=way == "fused"
         )
-        assert np.isfinite(apart).all()
-        assert np.abs(apart).max() > 0
-        for run in over:  # a race would not lose every time
-            np.testing.assert_array_equal(run, apart)
+        gpu_tolerance.assert_overlap_changes_nothing(lambda overlap, chain=chain: chain(overlap=overlap))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

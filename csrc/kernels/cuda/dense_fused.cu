@@ -3,6 +3,7 @@
 
 #include "kernels/cuda/dense_fused.cuh"
 #include "kernels/cuda/launch.h"
+#include "kernels/cuda/overlap.cuh"
 #include "kernels/cuda/tensor_map.h"
 
 namespace turbomill::cuda {
@@ -29,20 +30,8 @@ void launch(DType type, const void* w, const void* x, int k, int multiprocessors
                                      CU_TENSOR_MAP_SWIZZLE_128B),
                          make_map<2>(map_type(type), x, {columns, rows}, {columns * 2}, {64, Tokens},
                                      CU_TENSOR_MAP_SWIZZLE_128B)};
-    cudaLaunchAttribute attributes[2];
-    attributes[0].id = cudaLaunchAttributeClusterDimension;
-    attributes[0].val.clusterDim.x = unsigned(job.splits);
-    attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
-    attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[1].val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config{};
-    config.gridDim = unsigned((job.direct ? std::min(tiles, places) : tiles) * job.splits);
-    config.blockDim = Sizes::kThreads;
-    config.dynamicSmemBytes = Sizes::kShared;
-    config.stream = stream;
-    config.attrs = attributes;
-    config.numAttrs = overlap ? 2 : 1;
-    check(cudaLaunchKernelEx(&config, kernel, maps, job), "launching dense_fused");
+    launch_clusters(kernel, (job.direct ? std::min(tiles, places) : tiles) * job.splits, Sizes::kThreads,
+                    Sizes::kShared, job.splits, overlap, stream, "launching dense_fused", maps, job);
 }
 
 }  // namespace

@@ -1,9 +1,9 @@
 // Linears of 16-bit weights on Hopper, for the numbers of rows at which reading the weights is what takes
 // time: Y^T = W X^T by wgmma with both operands in shared memory. Work, splits of K, launches that overlap
-// and the way of results are those of w4_fused.cuh.
+// and the way of results are those of fused_linear.cuh.
 #pragma once
 
-#include "kernels/cuda/w4_fused.cuh"
+#include "kernels/cuda/fused_linear.cuh"
 
 namespace turbomill::cuda {
 
@@ -18,7 +18,7 @@ struct DenseSizes {
     static constexpr int kRows = 64 * Groups, kThreads = 128 * Groups + 32;
     static constexpr int kWeights = kRows * 128, kInput = Tokens * 128, kStage = kWeights + kInput;  // bytes
 
-    // Results on their way out, and sums of a split K, as w4_fused's.
+    // Results on their way out, and sums of a split K, as fused_linear's.
     static constexpr int kPiece = Tokens < 64 ? Tokens : 64, kPieceStride = 72;
     static constexpr int kSumStride = kRows + 4;
     static constexpr bool kPushes = Tokens == 8;
@@ -132,14 +132,7 @@ __global__ void __launch_bounds__(DenseSizes<Groups, Tokens, Blocks>::kThreads, 
     const DenseRing<Sizes> ring{shared_address(base), shared_address(barriers),
                                 shared_address(barriers + Sizes::kStages)};
     FusedWork work(job, 1, false);
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < Sizes::kStages; ++i) {
-            barrier_init(ring.full + 8 * i, 1);
-            barrier_init(ring.empty + 8 * i, Groups * 4);
-        }
-        barrier_init_fence();
-    }
-    __syncthreads();
+    fused_begin<Groups, Sizes::kStages>(ring);
     launch_dependents();
     if (Sizes::kPushes && !job.direct) cluster_arrive();  // who is running may be sent sums
     if (threadIdx.x >= 128 * Groups) {

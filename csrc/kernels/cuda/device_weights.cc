@@ -91,7 +91,9 @@ DeviceWeights::DeviceWeights(const Weights& weights, DType type, cudaStream_t st
     weights.each_single([&](const Linear& w) {
         add_single(w, type, copies);
         const size_t elements = size_t(w.n) * w.k;
-        if (kept(w) == Kept::W8) largest_w8_ = std::max(largest_w8_, elements);
+        if (kept(w) == Kept::W8 &&
+            !w8_fused_fits(type, w.dtype == DType::BF16, w.mins, w.k, w.group, w.groups))
+            largest_w8_ = std::max(largest_w8_, elements);
         if (kept(w) == Kept::W4 && !w4_fused_fits(type, w.dtype == DType::BF16, w.k, w.group, w.groups))
             largest_unfused_ = std::max(largest_unfused_, elements);
     });

@@ -2,11 +2,11 @@
 // shared memory, which one thread keeps filled by the copy engine. Two warpgroups of 64 rows of N each;
 // thread blocks fill the GPU once and take tiles in turn; results leave as those of w4_fused do, the gate
 // with them.
+#include "kernels/cuda/fused_linear.cuh"
 #include "kernels/cuda/grouped_work.cuh"
 #include "kernels/cuda/moe_launch.h"
 #include "kernels/cuda/overlap.cuh"
 #include "kernels/cuda/tensor_map.h"
-#include "kernels/cuda/w4_fused.cuh"
 
 namespace turbomill::cuda {
 

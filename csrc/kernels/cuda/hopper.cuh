@@ -84,6 +84,16 @@ __device__ inline void copy_box(unsigned shared, const CUtensorMap& map, int x, 
         "l"(&map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(barrier)
         : "memory");
 }
+// Of a five-dimensional one.
+__device__ inline void copy_box(unsigned shared, const CUtensorMap& map, int x, int y, int z, int w, int v,
+                                unsigned barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, "
+        "%4, %5, %6}], "
+        "[%7];" ::"r"(shared),
+        "l"(&map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(v), "r"(barrier)
+        : "memory");
+}
 __device__ inline void prefetch_map(const CUtensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }

@@ -10,7 +10,7 @@
 #include "core/dtype.h"
 #include "core/kv_scheme.h"
 #include "engine/batch.h"
-#include "kernels/cuda/w4_plan.h"
+#include "kernels/cuda/fused_plan.h"
 
 namespace turbomill::cuda {
 
@@ -91,25 +91,18 @@ struct CacheView {
     bool quantized() const { return policy != 0; }
 };
 
-// A w4 weight on the device, in the store's layout.
-struct W4View {
-    const uint8_t* codes;  // [N/64, k_tiles, 2048]
+// A packed weight on the device, in the store's layout: (code - zero) * scale.
+struct PackedView {
+    const uint8_t* codes;  // [N/64, k_tiles, 512 * bits]
     const void* scales;    // [N/64, groups, 64], pair order
-    const void* zeros;     // as scales; null: 8
-    bool bf16_params;      // type of scales and zeros: bfloat16, else float16
+    const void* zeros;     // as scales; null: half of 2^bits
+    bool bf16_params;      // type of scales and what is like them: bfloat16, else float16
     int n, k;              // logical
     int k_tiles, groups, group;
 };
-
-// A w8 weight on the device, in the store's layout: (code - zero) * scale, or code * scale + min.
-struct W8View {
-    const uint8_t* codes;  // [N/64, k_tiles, 4096]
-    const void* scales;    // [N/64, groups, 64], pair order
-    const void* zeros;     // as scales; null: 128
-    const void* mins;      // as scales, in place of zeros; or null
-    bool bf16_params;      // type of scales, zeros and minima: bfloat16, else float16
-    int n, k;              // logical
-    int k_tiles, groups, group;
+struct W4View : PackedView {};
+struct W8View : PackedView {
+    const void* mins;  // as scales, in place of zeros: code * scale + min; or null
 };
 
 // While one lives, the kernels that its thread launches start when those before them have ended
@@ -292,7 +285,16 @@ bool w4_fused_fits(DType type, const W4View& w, const void* x);
 // that has no kernel. `gated`: y [rows, N/2] = silu(gate) * up, whose columns the product interleaves by
 // eights.
 void w4_fused(DType type, DType out, const W4View& w, const void* x, const float* bias, void* y, int rows,
-              const W4Plan& plan, int multiprocessors, bool overlap, cudaStream_t stream, bool gated = false);
+              const FusedPlan& plan, int multiprocessors, bool overlap, cudaStream_t stream,
+              bool gated = false);
+
+// Likewise for a w8 weight. Minima are taken in groups of 32 or 64, by plans of more than 16 tokens: not with
+// so few rows. Without `rows`: whether at any number of them.
+bool w8_fused_fits(DType type, bool bf16_params, bool minima, int k, int group, int groups);
+bool w8_fused_fits(DType type, const W8View& w, const void* x, int rows);
+void w8_fused(DType type, DType out, const W8View& w, const void* x, const float* bias, void* y, int rows,
+              const FusedPlan& plan, int multiprocessors, bool overlap, cudaStream_t stream,
+              bool gated = false);
 
 // Whether dense_fused takes a weight [N, K] of T with these activations.
 bool dense_fused_fits(DType type, const void* w, int k, const void* x);

@@ -28,9 +28,9 @@ DeviceLinear view_of(const Linear& w, Kept kept, const DeviceWeights& weights) {
                *mins = w.mins ? weights.at(w.mins) : nullptr;
     const bool bf16 = w.dtype == DType::BF16;
     if (kept == Kept::W4)
-        view.w4 = {codes, scales, zeros, bf16, w.n, w.k, w.k_tiles, w.groups, w.group};
+        view.w4 = {{codes, scales, zeros, bf16, w.n, w.k, w.k_tiles, w.groups, w.group}};
     else
-        view.w8 = {codes, scales, zeros, mins, bf16, w.n, w.k, w.k_tiles, w.groups, w.group};
+        view.w8 = {{codes, scales, zeros, bf16, w.n, w.k, w.k_tiles, w.groups, w.group}, mins};
     return view;
 }
 
@@ -65,13 +65,14 @@ void LinearRunner::operator()(const DeviceLinear& w, const void* x, int rows, vo
     if (w.dense) {
         dense(w.dense, w, x, rows, y, out);
     } else if (w.w8.codes) {
-        if (rows <= kW8InPlace && w8_rows_fits(w.w8, x))
+        if (w8_fused_fits(type_, w.w8, x, rows))
+            w8_fused(w, x, rows, y, out, plan_for(8, w, rows));
+        else if (rows <= kW8InPlace && w8_rows_fits(w.w8, x))
             w8_in_place(w, x, rows, y, out);
         else
             w8_as_dense(w, x, rows, y, out);
     } else if (w4_fused_fits(type_, w.w4, x)) {
-        w4_fused(w, x, rows, y, out,
-                 choose_w4_plan(w.n, w.k, rows, workspace_.multiprocessors, overlaps(rows)));
+        w4_fused(w, x, rows, y, out, plan_for(4, w, rows));
     } else if (rows <= kW4InPlace) {
         w4_in_place(w, x, rows, y, out);
     } else {
@@ -80,21 +81,32 @@ void LinearRunner::operator()(const DeviceLinear& w, const void* x, int rows, vo
 }
 
 bool LinearRunner::silu_gated(const DeviceLinear& w, const void* x, int rows, void* y) {
-    if (w.dense && rows <= kDenseFused && w.n % 16 == 0 && dense_fused_fits(type_, w.dense, w.k, x)) {
-        dense_fused(type_, type_, w.dense, w.n, w.k, x, w.bias, y, rows, workspace_.multiprocessors,
-                    overlaps(rows), stream_, true);
-        return true;
-    }
-    if (!w.w4.codes || !w4_fused_fits(type_, w.w4, x) || w.n % 16) return false;
-    const W4Plan plan = choose_w4_plan(w.n, w.k, rows, workspace_.multiprocessors, overlaps(rows));
-    cuda::w4_fused(type_, type_, w.w4, x, w.bias, y, rows, plan, workspace_.multiprocessors, overlaps(rows),
-                   stream_, true);
+    if (w.n % 16) return false;
+    const int multiprocessors = workspace_.multiprocessors;
+    const bool overlap = overlaps(rows);
+    if (w.dense && rows <= kDenseFused && dense_fused_fits(type_, w.dense, w.k, x))
+        dense_fused(type_, type_, w.dense, w.n, w.k, x, w.bias, y, rows, multiprocessors, overlap, stream_,
+                    true);
+    else if (w.w4.codes && w4_fused_fits(type_, w.w4, x))
+        cuda::w4_fused(type_, type_, w.w4, x, w.bias, y, rows, plan_for(4, w, rows), multiprocessors, overlap,
+                       stream_, true);
+    else if (w.w8.codes && w8_fused_fits(type_, w.w8, x, rows))
+        cuda::w8_fused(type_, type_, w.w8, x, w.bias, y, rows, plan_for(8, w, rows), multiprocessors, overlap,
+                       stream_, true);
+    else
+        return false;
     return true;
 }
 
 void LinearRunner::w4_fused(const DeviceLinear& w, const void* x, int rows, void* y, DType out,
-                            const W4Plan& plan) {
+                            const FusedPlan& plan) {
     cuda::w4_fused(type_, out, w.w4, x, w.bias, y, rows, plan, workspace_.multiprocessors, overlaps(rows),
+                   stream_);
+}
+
+void LinearRunner::w8_fused(const DeviceLinear& w, const void* x, int rows, void* y, DType out,
+                            const FusedPlan& plan) {
+    cuda::w8_fused(type_, out, w.w8, x, w.bias, y, rows, plan, workspace_.multiprocessors, overlaps(rows),
                    stream_);
 }
 

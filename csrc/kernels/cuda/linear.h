@@ -15,7 +15,8 @@ constexpr int kDenseFused = 64;
 // beyond, it is made dense for cuBLASLt.
 constexpr int kW4InPlace = 64;
 
-// Rows up to which a w8 weight is read in place; beyond, it is made dense for cuBLASLt.
+// Where the fused kernels do not run: rows up to which a w8 weight is read in place; beyond, it is made dense
+// for cuBLASLt.
 constexpr int kW8InPlace = 128;
 // Elements of a w8 weight that are dense at a time: an output matrix would need more memory than its codes.
 constexpr size_t kW8Dense = size_t(1) << 27;
@@ -35,8 +36,8 @@ DeviceLinear expert_view(const Linear& w, const DeviceWeights& weights);
 
 class LinearRunner {
   public:
-    // `largest_unfused`, `largest_w8`: elements of the largest w4 weight that the fused kernels do not take
-    // and of the largest w8 weight: only those need workspaces.
+    // `largest_unfused`, `largest_w8`: elements of the largest w4 and w8 weight that the fused kernels do not
+    // take at every number of rows: only those need workspaces.
     LinearRunner(DType type, size_t largest_unfused, size_t largest_w8, cudaStream_t stream);
 
     // y [rows, N] = x [rows, K] w^T + bias; y in the activation type, or fp32 if `out` says so
@@ -51,16 +52,20 @@ class LinearRunner {
     void set_overlap(bool overlap) { overlap_ = overlap; }
 
     // The ways for a w4 weight, which operator() chooses from: the fused kernels where they fit.
-    void w4_fused(const DeviceLinear& w, const void* x, int rows, void* y, DType out, const W4Plan& plan);
+    void w4_fused(const DeviceLinear& w, const void* x, int rows, void* y, DType out, const FusedPlan& plan);
     void w4_in_place(const DeviceLinear& w, const void* x, int rows, void* y, DType out);
     void w4_as_dense(const DeviceLinear& w, const void* x, int rows, void* y, DType out);
-    // Likewise for a w8 weight; `splits` of K, 0 chooses. As a dense matrix in pieces of rows that fit the
-    // workspace.
+    // Likewise for a w8 weight: the fused kernels where w8_fused_fits; `splits` of K, 0 chooses. As a dense
+    // matrix in pieces of rows that fit the workspace.
+    void w8_fused(const DeviceLinear& w, const void* x, int rows, void* y, DType out, const FusedPlan& plan);
     void w8_in_place(const DeviceLinear& w, const void* x, int rows, void* y, DType out, int splits = 0);
     void w8_as_dense(const DeviceLinear& w, const void* x, int rows, void* y, DType out);
 
   private:
-    bool overlaps(int rows) const { return w4_overlaps(rows, overlap_); }
+    FusedPlan plan_for(int bits, const DeviceLinear& w, int rows) const {
+        return choose_fused_plan(bits, w.n, w.k, rows, workspace_.multiprocessors, overlaps(rows));
+    }
+    bool overlaps(int rows) const { return fused_overlaps(rows, overlap_); }
     void dense(const void* matrix, const DeviceLinear& w, const void* x, int rows, void* y, DType out);
 
     DType type_;

@@ -44,4 +44,24 @@ void launch_overlapped(void (*kernel)(Parameters...), dim3 grid, int threads, si
     check(cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...), what);
 }
 
+// Clusters of `size` thread blocks each. `overlap`: whether the launch may overlap with the one before.
+template <class... Parameters, class... Arguments>
+void launch_clusters(void (*kernel)(Parameters...), unsigned grid, int threads, size_t shared, unsigned size,
+                     bool overlap, cudaStream_t stream, const char* what, const Arguments&... arguments) {
+    cudaLaunchAttribute attributes[2];
+    attributes[0].id = cudaLaunchAttributeClusterDimension;
+    attributes[0].val.clusterDim.x = size;
+    attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
+    attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[1].val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(grid);
+    config.blockDim = dim3(threads);
+    config.dynamicSmemBytes = shared;
+    config.stream = stream;
+    config.attrs = attributes;
+    config.numAttrs = overlap ? 2 : 1;
+    check(cudaLaunchKernelEx(&config, kernel, arguments...), what);
+}
+
 }  // namespace turbomill::cuda

@@ -33,7 +33,7 @@ CUtensorMap make_map(CUtensorMapDataType type, const void* data, const cuuint64_
                      const cuuint64_t (&strides)[Rank - 1], const cuuint32_t (&box)[Rank],
                      CUtensorMapSwizzle swizzle) {
     CUtensorMap map;
-    const cuuint32_t steps[] = {1, 1, 1, 1};
+    const cuuint32_t steps[] = {1, 1, 1, 1, 1};
     const CUresult status = map_encoder()(
         &map, type, Rank, const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
         swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);

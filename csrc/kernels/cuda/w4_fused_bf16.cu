@@ -1,8 +1,8 @@
-#include "kernels/cuda/w4_fused_launch.cuh"
+#include "kernels/cuda/fused_linear_launch.cuh"
 
 namespace turbomill::cuda {
 
-template bool launch_fused<__nv_bfloat16>(const W4Plan&, bool, const FusedMaps&, const FusedJob&, int, bool,
-                                          cudaStream_t);
+template bool launch_fused<4, __nv_bfloat16>(const FusedPlan&, bool, const FusedMaps&, const FusedJob&, int,
+                                             bool, cudaStream_t);
 
 }  // namespace turbomill::cuda

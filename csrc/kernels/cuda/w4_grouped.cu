@@ -8,8 +8,8 @@ namespace {
 
 // Tiles of half as many tokens again as experts have in the mean, so that few of them need two and have their
 // weights read twice; with any, every distribution is right.
-W4Kernel choose_grouped(const ExpertRows& rows) {
-    for (const W4Kernel& kernel : kGroupedKernels)
+FusedKernel choose_grouped(const ExpertRows& rows) {
+    for (const FusedKernel& kernel : kGroupedKernels)
         if (1.5 * rows.rows <= double(kernel.tokens) * rows.experts) return kernel;
     return kGroupedKernels[std::size(kGroupedKernels) - 1];
 }
@@ -20,7 +20,7 @@ void grouped_w4_fused(DType type, const W4View& w, const void* x, void* y, const
                       int multiprocessors, bool gated, cudaStream_t stream) {
     if (rows.rows == 0) return;
     if (gated && w.n % 16) throw std::invalid_argument("grouped_w4_fused: gates come by eights");
-    const W4Kernel kernel = choose_grouped(rows);
+    const FusedKernel kernel = choose_grouped(rows);
     const bool whole = w.group > 64 || w.groups == 1;
     GroupedJob job{};
     job.fused.w = w;
@@ -34,7 +34,7 @@ void grouped_w4_fused(DType type, const W4View& w, const void* x, void* y, const
     job.experts = rows.experts;
     W4View all = w;
     all.n = blocks_for(w.n, 64) * 64 * rows.experts;
-    const FusedMaps maps = fused_maps(type, x, rows.rows, all, kernel, whole);
+    const FusedMaps maps = fused_maps(4, type, x, rows.rows, all, kernel, whole);
     with_half_type(type, [&]<class T>() {
         if (!launch_grouped<T>(kernel, whole, maps, job, multiprocessors, stream))
             throw std::invalid_argument("grouped_w4_fused: no kernel for this tile");

@@ -1,15 +1,15 @@
-// The fused W4A16 kernels (w4_fused.cuh) over experts: the same ring, products and stores, with tiles whose
-// rows of tokens are read from memory, so that the host need not know who was chosen. Thread blocks fill the
-// GPU once and take tiles in turn.
+// The fused kernels (fused_linear.cuh) for 4-bit weights over experts: the same ring, products and stores,
+// with tiles whose rows of tokens are read from memory, so that the host need not know who was chosen. Thread
+// blocks fill the GPU once and take tiles in turn.
 #pragma once
 
 #include <algorithm>
 #include <iterator>
 #include <utility>
 
+#include "kernels/cuda/fused_linear.cuh"
 #include "kernels/cuda/grouped_work.cuh"
 #include "kernels/cuda/overlap.cuh"
-#include "kernels/cuda/w4_fused.cuh"
 #include "kernels/cuda/w4_grouped.h"
 
 namespace turbomill::cuda {
@@ -19,7 +19,7 @@ template <int Groups, int Tokens, bool Whole, class Sizes>
 __device__ inline void grouped_copies(const FusedRing<Groups, Sizes>& ring, const FusedMaps& maps,
                                       const GroupedJob& job) {
     constexpr int kTiles = Sizes::kTiles;
-    const W4View& w = job.fused.w;
+    const PackedView& w = job.fused.w;
     const FusedCopier<Groups, Whole, Sizes> copy(ring, maps, w);
     const int stage_groups = fused_stage_groups<Whole, Sizes>(w), n_tiles = (w.n + 63) / 64;
     const int period = fused_period<Whole, Sizes>(w);
@@ -40,16 +40,16 @@ __device__ inline void grouped_copies(const FusedRing<Groups, Sizes>& ring, cons
 }
 
 template <class T, int Groups, int Tokens, int Blocks, bool Whole>
-__global__ void __launch_bounds__(FusedSizes<Groups, Tokens, Blocks, Whole>::kThreads, Blocks)
+__global__ void __launch_bounds__(FusedSizes<4, Groups, Tokens, Blocks, Whole>::kThreads, Blocks)
     grouped_kernel(const __grid_constant__ FusedMaps maps, const GroupedJob job) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    using Sizes = FusedSizes<Groups, Tokens, Blocks, Whole>;
+    using Sizes = FusedSizes<4, Groups, Tokens, Blocks, Whole>;
     extern __shared__ uint8_t dynamic[];
     __shared__ uint64_t barriers[2 * Sizes::kStages];
     uint8_t* base = dynamic + (1024 - shared_address(dynamic) % 1024) % 1024;
     const FusedRing<Groups, Sizes> ring{shared_address(base), shared_address(barriers),
                                         shared_address(barriers + Sizes::kStages)};
-    fused_begin(ring);
+    fused_begin<Groups, Sizes::kStages>(ring);
     allow_next();
     wait_for_previous();  // which wrote the offsets
     if (threadIdx.x >= 128 * Groups) {
@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(FusedSizes<Groups, Tokens, Blocks, Whole>::kTh
 template <class T, int Groups, int Tokens, int Blocks, bool Whole>
 void launch_grouped_kernel(const FusedMaps& maps, const GroupedJob& job, int multiprocessors,
                            cudaStream_t stream) {
-    using Sizes = FusedSizes<Groups, Tokens, Blocks, Whole>;
+    using Sizes = FusedSizes<4, Groups, Tokens, Blocks, Whole>;
     const auto kernel = grouped_kernel<T, Groups, Tokens, Blocks, Whole>;
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Sizes::kShared),
           "a kernel's shared memory");
@@ -88,10 +88,10 @@ void launch_grouped_kernel(const FusedMaps& maps, const GroupedJob& job, int mul
 }
 
 template <class T>
-bool launch_grouped(W4Kernel wanted, bool whole, const FusedMaps& maps, const GroupedJob& job,
+bool launch_grouped(FusedKernel wanted, bool whole, const FusedMaps& maps, const GroupedJob& job,
                     int multiprocessors, cudaStream_t stream) {
     const auto launch_if = [&]<size_t I, bool Whole>() {
-        constexpr W4Kernel kKernel = kGroupedKernels[I];
+        constexpr FusedKernel kKernel = kGroupedKernels[I];
         if (!(wanted == kKernel) || whole != Whole) return false;
         launch_grouped_kernel<T, kKernel.warpgroups, kKernel.tokens, kKernel.blocks, Whole>(
             maps, job, multiprocessors, stream);

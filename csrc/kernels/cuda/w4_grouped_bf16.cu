@@ -2,7 +2,7 @@
 
 namespace turbomill::cuda {
 
-template bool launch_grouped<__nv_bfloat16>(W4Kernel kernel, bool whole, const FusedMaps& maps,
+template bool launch_grouped<__nv_bfloat16>(FusedKernel kernel, bool whole, const FusedMaps& maps,
                                             const GroupedJob& job, int multiprocessors, cudaStream_t stream);
 
 }  // namespace turbomill::cuda

@@ -2,7 +2,7 @@
 
 namespace turbomill::cuda {
 
-template bool launch_grouped<__half>(W4Kernel kernel, bool whole, const FusedMaps& maps,
+template bool launch_grouped<__half>(FusedKernel kernel, bool whole, const FusedMaps& maps,
                                      const GroupedJob& job, int multiprocessors, cudaStream_t stream);
 
 }  // namespace turbomill::cuda

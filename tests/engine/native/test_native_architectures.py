@@ -3,7 +3,6 @@ of 8 bits."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from architectures import CASES, Case
 from native_engine import Native, store_of
 from quantized_models import quantized
+from torch_threads import one_thread  # noqa: F401
 
 from turbomill import _core
 from turbomill.convert.checkpoint import open_checkpoint
@@ -24,15 +24,6 @@ from turbomill.convert.store import Store
 from turbomill.convert.writer import CheckpointWriter
 
 LONGEST = 150  # several blocks of the cache, and many times every window
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """transformers' models are tiny: torch's threads would only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def prompt(case: Case, seed: int = 3) -> list[int]:

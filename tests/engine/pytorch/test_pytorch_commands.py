@@ -92,3 +92,16 @@ def test_chat_and_bench_from_the_command_line(path: Path, tmp_path: Path) -> Non
     assert found["model"]["architecture"] == "GPT2LMHeadModel" and found["model"]["vocab_size"] == 257
     assert found["provenance"]["settings"]["backend"] == "pytorch"
     assert found["engine"][0]["decode_tok_s"] > 0
+
+
+def test_bench_serve_starts_a_server_of_this_engine(path: Path, tmp_path: Path) -> None:
+    load = ["--num-prompts", "3", "--random-input-len", "12", "--random-output-len", "4", "--json"]
+    common = ["bench", "serve", "--backend", "pytorch", "--num-threads", "1", *load]
+    bench = CliRunner().invoke(cli, [*common, str(path), "--work-dir", str(tmp_path)])
+    assert bench.exit_code == 0, bench.output
+    run = json.loads((tmp_path / "run.json").read_text())
+    assert run["model"]["architecture"] == "GPT2LMHeadModel"
+    assert run["provenance"]["settings"]["backend"] == "pytorch"
+    assert (run["serve"][0]["completed"], run["serve"][0]["total_output_tokens"]) == (3, 12)
+    refused = CliRunner().invoke(cli, [*common, "--base-url", "http://127.0.0.1:9"])
+    assert refused.exit_code != 0 and "--backend" in str(refused.exception)

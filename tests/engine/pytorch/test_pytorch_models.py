@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,8 @@ from turbomill.convert.reference import load_dense_model
 from turbomill.convert.store import convert_checkpoint
 from turbomill.engine.config import EngineConfig, GenerationConfig
 from turbomill.engine.pytorch.engine import PytorchEngine
+from turbomill.engine.pytorch.records import Request, Sequence, Slice
+from turbomill.engine.pytorch.runner import OwnCacheRunner
 from turbomill.errors import CheckpointError, UnsupportedModelError
 
 
@@ -130,6 +133,27 @@ def test_what_attention_cannot_do_is_found_out(tmp_path: Path, monkeypatch: pyte
     # Not even its own cache continues such a text.
     with pytest.raises(UnsupportedModelError, match=r"olmo2: .* does not continue a text"), engine(path):
         pass
+
+
+class Adds:
+    """The sum of the tokens so far, in a cache of the name that Mamba's had in older transformers."""
+
+    device = torch.device("cpu")
+
+    def __call__(self, **given: Any) -> Any:
+        return self.forward(**given)
+
+    def forward(self, input_ids: torch.Tensor, use_cache: bool, cache_params: Any = 0) -> Any:
+        sums = cache_params + input_ids[0].cumsum(0)
+        return SimpleNamespace(logits=sums[None, :, None], cache_params=sums[-1])
+
+
+def test_a_cache_by_its_older_name() -> None:
+    model: Any = Adds()
+    runner = OwnCacheRunner(model, in_pieces=True)
+    sequence = Sequence(0, Request(token_ids=[3, 4, 5, 6], max_new_tokens=1), None)
+    pieces = [Slice(sequence, 0, [3, 4, 5], False, True), Slice(sequence, 3, [6], True, False)]
+    assert [runner.run([piece])[0].flatten().tolist() for piece in pieces] == [[3, 7, 12], [18]]
 
 
 def test_states_that_transformers_keeps_elsewhere_are_refused(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
-// Which tiles a thread block of the fused W4A16 kernels computes, and which part of K.
+// Which tiles a thread block of the fused kernels computes, and which part of K.
 #pragma once
 
-#include "kernels/cuda/w4_fused.h"
+#include "kernels/cuda/fused_linear.h"
 
 namespace turbomill::cuda {
 
@@ -39,11 +39,11 @@ class FusedWork {
 
 // Groups of scales in a stage, and stages until the next group, when a group has several.
 template <bool Whole, class Sizes>
-__device__ inline int fused_stage_groups(const W4View& w) {
+__device__ inline int fused_stage_groups(const PackedView& w) {
     return Whole ? 1 : Sizes::kTiles * 64 / w.group;
 }
 template <bool Whole, class Sizes>
-__device__ inline int fused_period(const W4View& w) {
+__device__ inline int fused_period(const PackedView& w) {
     return !Whole ? 1 : w.groups == 1 ? 1 << 30 : w.group / (64 * Sizes::kTiles);
 }
 

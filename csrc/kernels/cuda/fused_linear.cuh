@@ -1,7 +1,7 @@
-// W4A16 on Hopper, fused: Y^T = W X^T on the tensor cores, whose A operand, rows of N, comes from registers,
-// where the store's words of codes become fragments by a few bit operations; activations are the B operand,
-// in shared memory. One thread keeps a ring of K tiles filled by the copy engine; each of the other
-// warpgroups dequantizes and multiplies its own 64 rows: w4_fused_products.cuh.
+// Packed weights on Hopper, fused: Y^T = W X^T on the tensor cores, whose A operand, rows of N, comes from
+// registers, where the store's words of codes become fragments by a few bit operations (fused_codes.cuh);
+// activations are the B operand, in shared memory. One thread keeps a ring of K tiles filled by the copy
+// engine; each of the other warpgroups dequantizes and multiplies its own 64 rows: fused_linear_products.cuh.
 //
 // When tiles are too few to fill the GPU, K is split over the blocks of a cluster, which add their results in
 // order through each other's shared memory: no workspace, and the same bits every time.
@@ -9,17 +9,17 @@
 
 #include <type_traits>
 
+#include "kernels/cuda/fused_linear_products.cuh"
+#include "kernels/cuda/fused_linear_work.cuh"
 #include "kernels/cuda/gate.cuh"
-#include "kernels/cuda/w4_fused_products.cuh"
-#include "kernels/cuda/w4_fused_work.cuh"
 
 namespace turbomill::cuda {
 
 // The stages' barriers, before the block's threads part.
-template <int Groups, class Sizes>
-__device__ inline void fused_begin(const FusedRing<Groups, Sizes>& ring) {
+template <int Groups, int Stages, class Ring>
+__device__ inline void fused_begin(const Ring& ring) {
     if (threadIdx.x == 0) {
-        for (int i = 0; i < Sizes::kStages; ++i) {
+        for (int i = 0; i < Stages; ++i) {
             barrier_init(ring.full + 8 * i, 1);
             barrier_init(ring.empty + 8 * i, Groups * 4);
         }
@@ -33,10 +33,10 @@ template <int Groups, bool Whole, class Sizes>
 struct FusedCopier {
     const FusedRing<Groups, Sizes>& ring;
     const FusedMaps& maps;
-    const W4View& w;
+    const PackedView& w;
     unsigned announced;  // bytes of a stage
 
-    __device__ FusedCopier(const FusedRing<Groups, Sizes>& ring, const FusedMaps& maps, const W4View& w)
+    __device__ FusedCopier(const FusedRing<Groups, Sizes>& ring, const FusedMaps& maps, const PackedView& w)
         : ring(ring), maps(maps), w(w) {
         const int stage_groups = fused_stage_groups<Whole, Sizes>(w);
         announced =
@@ -49,7 +49,7 @@ struct FusedCopier {
     __device__ void weights(int k, int group, int n, int to) const {
         const unsigned full = ring.full + 8 * to;
         barrier_expect(full, announced);
-        copy_box(ring.codes(to), maps.codes, 0, k, n, full);
+        CodeTile<Sizes::kBits>::copy(ring.codes(to), maps.codes, k, n, full);
         copy_box(ring.params(to), maps.scales, 0, group, n, full);
         if (w.zeros) copy_box(ring.params(to) + Groups * Sizes::kParams, maps.zeros, 0, group, n, full);
     }
@@ -304,11 +304,11 @@ __device__ inline void fused_attend_exchange() {
 
 // Halved: two thread blocks have 2 Groups - 1 times 64 rows of N; those in the middle both, for half of the
 // tokens each. For the numbers of rows that would leave many multiprocessors idle.
-template <class T, int Groups, int Tokens, int Blocks, bool Whole, bool Halved>
-__global__ void __launch_bounds__(FusedSizes<Groups, Tokens, Blocks, Whole>::kThreads, Blocks)
+template <class T, int Bits, int Groups, int Tokens, int Blocks, bool Whole, bool Halved>
+__global__ void __launch_bounds__(FusedSizes<Bits, Groups, Tokens, Blocks, Whole>::kThreads, Blocks)
     fused_kernel(const __grid_constant__ FusedMaps maps, const FusedJob job) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    using Sizes = FusedSizes<Groups, Tokens, Blocks, Whole>;
+    using Sizes = FusedSizes<Bits, Groups, Tokens, Blocks, Whole>;
     extern __shared__ uint8_t dynamic[];
     // Static, so that the host can tell this body from the empty one of other architectures.
     __shared__ uint64_t barriers[2 * Sizes::kStages];
@@ -316,7 +316,7 @@ __global__ void __launch_bounds__(FusedSizes<Groups, Tokens, Blocks, Whole>::kTh
     const FusedRing<Groups, Sizes> ring{shared_address(base), shared_address(barriers),
                                         shared_address(barriers + Sizes::kStages)};
     FusedWork work(job, Sizes::kTiles, Halved);
-    fused_begin(ring);
+    fused_begin<Groups, Sizes::kStages>(ring);
     launch_dependents();
     if (Sizes::kPushes && !job.direct) cluster_arrive();  // who is running may be sent sums
     if (threadIdx.x >= 128 * Groups) {

@@ -1,37 +1,41 @@
-// The multiplying warps of the fused W4A16 kernels: from the ring in shared memory to sums in registers.
+// The multiplying warps of the fused kernels: from the ring in shared memory to sums in registers.
 #pragma once
 
+#include "kernels/cuda/fused_codes.cuh"
+#include "kernels/cuda/fused_linear.h"
 #include "kernels/cuda/mma.cuh"
-#include "kernels/cuda/w4_fragment.cuh"
-#include "kernels/cuda/w4_fused.h"
 #include "kernels/cuda/wgmma.cuh"
 
 namespace turbomill::cuda {
 
-// Sizes of a kernel for `Groups` warpgroups of 64 rows and `Tokens` tokens, `Blocks` to a multiprocessor.
-// Whole: a stage of the ring lies in one group of scales; otherwise groups are of 32 or 64.
-template <int Groups, int Tokens, int Blocks, bool Whole>
+// Sizes of a kernel for codes of `Bits` bits, `Groups` warpgroups of 64 rows and `Tokens` tokens, `Blocks` to
+// a multiprocessor. Whole: a stage of the ring lies in one group of scales; otherwise groups are of 32 or 64.
+template <int Bits, int Groups, int Tokens, int Blocks, bool Whole>
 struct FusedSizes {
+    static constexpr int kBits = Bits;
     static constexpr int kRows = 64 * Groups;
-    // Where accumulators fill the registers, a whole warpgroup copies, to hand most of its own on.
-    static constexpr bool kHandsOn = Groups * Tokens >= 512 || (Groups == 4 && Tokens == 64);
+    // Where accumulators fill the registers, a whole warpgroup copies, to hand most of its own on. (With room
+    // to spare, the compiler carries descriptors there by an instruction for each half of each: 128 tokens,
+    // too.)
+    static constexpr bool kHandsOn = Tokens >= 128 || (Groups == 4 && Tokens == 64);
     static constexpr int kThreads = 128 * Groups + (kHandsOn ? 128 : 32);
-    static constexpr int kCopyRegisters = Groups == 2 ? 40 : 32, kProductRegisters = Groups == 2 ? 232 : 112;
+    static constexpr int kCopyRegisters = Groups == 2 ? 40 : 32;
+    static constexpr int kProductRegisters = Groups == 2 ? 232 : Groups == 3 ? 152 : 112;
 
-    // Few tokens are multiplied by each warp for itself, with mma; more by warpgroups, with wgmma.
-    static constexpr bool kByWarps = Tokens <= 16;
+    static constexpr bool kByWarps = FusedKernel{Groups, Tokens, Blocks}.by_warps();
 
     // A stage of the ring: tiles of 64 of K.
     static constexpr int kTiles = fused_stage_tiles({Groups, Tokens, Blocks});
-    static constexpr int kInput = Tokens * 128;                 // bytes of x, of a tile
-    static constexpr int kCodes = kTiles * 2048;                // of codes, of 64 rows of N
+    static constexpr int kInput = Tokens * 128;                     // bytes of x, of a tile
+    static constexpr int kCodes = kTiles * CodeTile<Bits>::kBytes;  // of codes, of 64 rows of N
     static constexpr int kParams = Whole ? 128 : kTiles * 256;  // of scales, and as many of zeros, likewise
     static constexpr int kStage = kTiles * kInput + Groups * (kCodes + 2 * kParams);
     // Codes become fragments and are multiplied in two steps a stage: while one runs, the next is made.
     static constexpr int kStepWords = 2 * kTiles;
 
     // Results on their way out: a warpgroup's, kPiece tokens at a time.
-    static constexpr int kPiece = Tokens < 64 ? Tokens : 64, kPieceStride = 72;
+    static constexpr int kMostPiece = Bits == 8 && Tokens == 64 ? 32 : 64;  // leaves room for a stage more
+    static constexpr int kPiece = Tokens < kMostPiece ? Tokens : kMostPiece, kPieceStride = 72;
     static constexpr int kSumStride = kRows + 4;  // of a token's fp32 sums: no two lanes meet in a bank
     // Sums of a split K. Of eight tokens, each block gets those of some from all others, in a place of its
     // own: splits * ceil(tokens / splits) of them. Of more, they lie in the ring's place, for others to read.
@@ -71,8 +75,14 @@ __device__ inline void keep(unsigned& address) {
 // Where a multiplying warp finds its part of a stage.
 template <class T, int Groups, bool Whole, class Sizes>
 struct RingReader {
+    static constexpr int kBits = Sizes::kBits;
+    static constexpr bool kMinima = kBits == 8 && !Whole;  // whether there are kernels for minima
+    using Codes = CodeTile<kBits>;
+    using Shifted = ShiftedCodes<T, kBits>;
+    using Scaled = ScaledCodes<T, kBits, kMinima>;
+
     unsigned codes, params, full, lane;
-    bool zeros, halves;
+    bool zeros, halves, minima;
     int stage = 0;
     unsigned parity = 0;
 
@@ -80,10 +90,11 @@ struct RingReader {
         const int group = threadIdx.x / 128, sub = threadIdx.x / 32 % 4;
         lane = threadIdx.x % 32;
         const int stage_groups = Whole ? 1 : Sizes::kTiles * 64 / job.w.group;
-        codes = ring.codes(0) + group * Sizes::kCodes + sub * 512 + lane * 16;
+        codes = ring.codes(0) + group * Sizes::kCodes + Codes::lane_at(sub, lane);
         params = ring.params(0) + group * stage_groups * 128 + sub * 32 + lane / 4 * 4;
         full = ring.full;
         zeros = job.w.zeros;
+        minima = kMinima && job.minima;
         halves = job.w.group == 32;
         keep(codes), keep(params), keep(full), keep(lane);
     }
@@ -93,12 +104,18 @@ struct RingReader {
         barrier_wait(full + 8 * stage, parity);
         return full + 8 * stage;
     }
-    __device__ uint4 read_codes(int tile) const {
-        return load_shared_16(codes + stage * (Groups * Sizes::kCodes) + tile * 2048);
+    __device__ Codes read_codes(int tile) const {
+        Codes read;
+        read.read(codes + stage * (Groups * Sizes::kCodes) + tile * Codes::kBytes);
+        return read;
     }
     __device__ unsigned first_params() const { return params + stage * (2 * Groups * Sizes::kParams); }
     __device__ unsigned read_zeros(unsigned at) const {
-        return zeros ? load_shared_4(at + Groups * Sizes::kParams) : ShiftedCodes<T>::kEight;
+        return zeros ? load_shared_4(at + Groups * Sizes::kParams) : Shifted::kMiddle;
+    }
+    __device__ Scaled read_scaled(unsigned at) const {
+        const unsigned scales = load_shared_4(at), beside = read_zeros(at);
+        return Scaled(scales, minima ? 0 : beside, minima ? beside : 0);
     }
     __device__ void advance() {
         if (++stage == Sizes::kStages) stage = 0, parity ^= 1;
@@ -122,42 +139,43 @@ class GroupProducts {
     // acc [64, Tokens] of the warpgroup = its rows of W times X, over tiles [begin, end) of K.
     __device__ void run(Reader& at, int begin, int end, float (&acc)[Tokens / 2]) const {
         constexpr int kTiles = Sizes::kTiles;
+        constexpr bool kLate =
+            Sizes::kBits == 8;  // a second tile's codes are read late, for want of registers
         unsigned a[2][Sizes::kStepWords][4];
         unsigned done = 0;  // the stage whose products are not known to have ended, by name
+#pragma unroll 1            // unrolled, it computes descriptors anew
         for (int k = begin; k < end; k += kTiles) {
             const unsigned named = at.wait(), rows = rows_ + at.stage * (kTiles * Sizes::kInput / 16);
-            uint4 codes[kTiles];
+            typename Reader::Codes codes[kTiles];
 #pragma unroll
-            for (int tile = 0; tile < kTiles; ++tile) codes[tile] = at.read_codes(tile);
+            for (int tile = 0; tile < (kLate ? 1 : kTiles); ++tile) codes[tile] = at.read_codes(tile);
             unsigned params = at.first_params();
-            const auto read_params = [&] {
-                return ScaledCodes<T>(load_shared_4(params), at.read_zeros(params));
-            };
-            ScaledCodes<T> scaled = read_params();
-            const auto next_params = [&] { params += 128, scaled = read_params(); };
+            typename Reader::Scaled scaled = at.read_scaled(params);
+            const auto next_params = [&] { params += 128, scaled = at.read_scaled(params); };
             if constexpr (kTiles == 1) {
-                scaled(codes[0].x, a[0][0]);
-                scaled(codes[0].y, a[0][1]);
+                scaled(codes[0], 0, a[0][0]);
+                scaled(codes[0], 1, a[0][1]);
                 multiply(a[0], rows, k > begin, acc);
                 if (done) at.release(done);
                 if (!Whole && at.halves) next_params();
-                scaled(codes[0].z, a[1][0]);
-                scaled(codes[0].w, a[1][1]);
+                scaled(codes[0], 2, a[1][0]);
+                scaled(codes[0], 3, a[1][1]);
                 multiply(a[1], rows + 64 / 16, true, acc);
             } else {
-                scaled(codes[0].x, a[0][0]);
-                scaled(codes[0].y, a[0][1]);
+                scaled(codes[0], 0, a[0][0]);
+                scaled(codes[0], 1, a[0][1]);
                 if (!Whole && at.halves) next_params();
-                scaled(codes[0].z, a[0][2]);
-                scaled(codes[0].w, a[0][3]);
+                scaled(codes[0], 2, a[0][2]);
+                scaled(codes[0], 3, a[0][3]);
+                if (kLate) codes[1] = at.read_codes(1);
                 multiply(a[0], rows, k > begin, acc);
                 if (done) at.release(done);
                 if (!Whole) next_params();
-                scaled(codes[1].x, a[1][0]);
-                scaled(codes[1].y, a[1][1]);
+                scaled(codes[1], 0, a[1][0]);
+                scaled(codes[1], 1, a[1][1]);
                 if (!Whole && at.halves) next_params();
-                scaled(codes[1].z, a[1][2]);
-                scaled(codes[1].w, a[1][3]);
+                scaled(codes[1], 2, a[1][2]);
+                scaled(codes[1], 3, a[1][3]);
                 multiply(a[1], rows + Sizes::kInput / 16, true, acc);
             }
             done = named;
@@ -204,12 +222,12 @@ class WarpProducts {
         for (float& v : acc) v = 0.f;
         for (int k = begin; k < end; k += kTiles) {
             const unsigned named = at.wait();
-            uint4 codes[kTiles];
+            typename Reader::Codes codes[kTiles];
 #pragma unroll
             for (int tile = 0; tile < kTiles; ++tile) codes[tile] = at.read_codes(tile);
             unsigned params = at.first_params();
             unsigned scales = load_shared_4(params);
-            ShiftedCodes<T> shifted(at.read_zeros(params));
+            Shifted shifted(at.read_zeros(params));
             // Of one group of scales, tile by tile: two chains of products take half of one's time.
             float parts[kTiles][Tokens / 2] = {};
             const auto next_params = [&](int tile) {
@@ -218,19 +236,18 @@ class WarpProducts {
                 for (float& v : parts[tile]) v = 0.f;
                 params += 128;
                 scales = load_shared_4(params);
-                shifted = ShiftedCodes<T>(at.read_zeros(params));
+                shifted = Shifted(at.read_zeros(params));
             };
 #pragma unroll
             for (int tile = 0; tile < kTiles; ++tile) {
                 const unsigned input = input_ + (at.stage * kTiles + tile) * Sizes::kInput;
-                const unsigned words[4] = {codes[tile].x, codes[tile].y, codes[tile].z, codes[tile].w};
                 if (!Whole && tile > 0) next_params(tile - 1);
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
                     if (!Whole && half > 0 && at.halves) next_params(tile);
                     unsigned a[2][4];
-                    fragment(shifted, words[2 * half], a[0]);
-                    fragment(shifted, words[2 * half + 1], a[1]);
+                    fragment(shifted, codes[tile], 2 * half, a[0]);
+                    fragment(shifted, codes[tile], 2 * half + 1, a[1]);
 #pragma unroll
                     for (int m = 0; m < Tokens / 8; ++m) {
                         unsigned b[4];
@@ -253,17 +270,20 @@ class WarpProducts {
     }
 
   private:
-    using Two = typename ShiftedCodes<T>::Two;
+    using Shifted = typename Reader::Shifted;
+    using Two = typename Shifted::Two;
 
-    __device__ static void fragment(const ShiftedCodes<T>& shifted, unsigned word, unsigned (&a)[4]) {
+    __device__ static void fragment(const Shifted& shifted, const typename Reader::Codes& codes, int j,
+                                    unsigned (&a)[4]) {
         Two w[4];
-        shifted(word, w);
+        shifted(codes, j, w);
 #pragma unroll
         for (int i = 0; i < 4; ++i) a[i] = reinterpret_cast<const unsigned&>(w[i]);
     }
     __device__ static void add_scaled(const float (&part)[Tokens / 2], unsigned scales,
                                       float (&acc)[Tokens / 2]) {
-        const float2 scale = Pair<T>::unpack(reinterpret_cast<const Two&>(scales));
+        float2 scale = Pair<T>::unpack(reinterpret_cast<const Two&>(scales));
+        scale.x *= Shifted::kFactor, scale.y *= Shifted::kFactor;
 #pragma unroll
         for (int i = 0; i < Tokens / 2; ++i) acc[i] += part[i] * (i / 2 % 2 ? scale.y : scale.x);
     }

@@ -1,4 +1,4 @@
-#include "kernels/cuda/w4_plan.h"
+#include "kernels/cuda/fused_plan.h"
 
 #include <algorithm>
 
@@ -6,14 +6,14 @@ namespace turbomill::cuda {
 namespace {
 
 struct Measured {
-    int n, k, rows;
+    int bits, n, k, rows;
     bool overlap;
-    W4Plan plan;
+    FusedPlan plan;
 };
 
 // By shape, then by rows; `make tune-gpu` writes it.
 constexpr Measured kMeasured[] = {
-#include "kernels/cuda/w4_plans_sm90a.inc"
+#include "kernels/cuda/fused_plans_sm90a.inc"
 };
 
 int ceil_div(int a, int b) {
@@ -40,16 +40,25 @@ int room(int multiprocessors, int blocks, int size) {
 // What a plan takes, in about clocks. A thread block's step of 64 of K is bound by its own pace, by its
 // multiprocessor's tensor cores and copies, or by the memory that all share; a round of thread blocks has a
 // price of its own, and so has adding up a split K. The numbers were fitted to the times of every plan at the
-// four shapes of a Llama-3-8B layer (H200, 2026-11-30), of these kernels before they shed a tenth of their
-// instructions; of today's times, the estimate's choice is within 2 % of the best plan in the mean, within
-// 12 % at worst.
+// four shapes of a Llama-3-8B layer on an H200. Those of 4 bits (2026-11-30): of kernels before they shed a
+// tenth of their instructions; of today's times, the choice is within 2 % of the best plan in the mean,
+// within 12 % at worst. Those of 8 bits (2026-12-01): within 1 and, overlapping, 2 %, 11 and 16 % at worst.
 struct Prices {
     double pace, pace_token, tensor, copy_rows, copy_token, round, round_sum, split, split_sum, memory;
 };
 constexpr Prices kApart{295, 1.96, 2.13, 51.3, 3.98, 3140, 25.5, 3650, 1.52, 2.19};
 constexpr Prices kOverlapping{534, 0.928, 0.753, 165, 2.45, 1450, 27.1, 4240, 0.0125, 1.57};
+// Of 8 bits, fitted to a sweep of these kernels (2026-12-01): within 1 and 2 % in the mean, 11 and 16 % at
+// worst.
+constexpr Prices kBytesApart{304, 5.26, 3.85, 114, 7.64, 13600, 4.73, 6070, 2.34, 2.46};
+constexpr Prices kBytesOverlapping{504, 2.11, 2.5, 133, 3.97, 0, 13.6, 8000, 1.53, 1.63};
 
-double clocks(const Prices& p, const W4Plan& plan, int n, int k, int rows, int multiprocessors) {
+const Prices& prices(int bits, bool overlap) {
+    if (bits == 8) return overlap ? kBytesOverlapping : kBytesApart;
+    return overlap ? kOverlapping : kApart;
+}
+
+double clocks(const Prices& p, const FusedPlan& plan, int n, int k, int rows, int multiprocessors) {
     const auto [warpgroups, tokens, blocks] = plan.kernel;
     const double groups = double(warpgroups) / plan.kernel.thread_blocks(), sums = tokens * groups;
     const int clusters = ceil_div(n, 64 * warpgroups) * plan.kernel.thread_blocks() * ceil_div(rows, tokens);
@@ -66,19 +75,21 @@ double clocks(const Prices& p, const W4Plan& plan, int n, int k, int rows, int m
 
 }  // namespace
 
-W4Plan choose_w4_plan(int n, int k, int rows, int multiprocessors, bool overlap) {
+FusedPlan choose_fused_plan(int bits, int n, int k, int rows, int multiprocessors, bool overlap) {
     const Measured* measured = nullptr;
     for (const auto& entry : kMeasured)
-        if (entry.n == n && entry.k == k && entry.overlap == overlap && (!measured || measured->rows < rows))
+        if (entry.bits == bits && entry.n == n && entry.k == k && entry.overlap == overlap &&
+            (!measured || measured->rows < rows))
             measured = &entry;
     if (measured) return measured->plan;
-    W4Plan choice{};
+    FusedPlan choice{};
     double least = 0;
-    for (const auto& kernel : kW4Kernels) {
+    for (const auto& kernel : fused_kernels(bits)) {
         if (kernel.tokens >= 2 * std::max(rows, 8)) continue;  // half of it would be idle
+        if (kernel.by_warps() && rows > kMostByWarps) continue;
         for (int splits = 1; splits <= std::clamp(ceil_div(k, 128), 1, kernel.most_splits()); ++splits) {
-            const W4Plan plan{kernel, splits};
-            const double cost = clocks(overlap ? kOverlapping : kApart, plan, n, k, rows, multiprocessors);
+            const FusedPlan plan{kernel, splits};
+            const double cost = clocks(prices(bits, overlap), plan, n, k, rows, multiprocessors);
             if (!choice.splits || cost < least) choice = plan, least = cost;
         }
     }

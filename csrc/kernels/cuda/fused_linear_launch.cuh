@@ -7,15 +7,16 @@
 #include <utility>
 
 #include "kernels/cuda/error.h"
-#include "kernels/cuda/w4_fused.cuh"
+#include "kernels/cuda/fused_linear.cuh"
+#include "kernels/cuda/overlap.cuh"
 
 namespace turbomill::cuda {
 
-template <class T, int Groups, int Tokens, int Blocks, bool Whole, bool Halved>
+template <class T, int Bits, int Groups, int Tokens, int Blocks, bool Whole, bool Halved>
 void launch_fused_kernel(const FusedMaps& maps, const FusedJob& job, int multiprocessors, bool overlap,
                          cudaStream_t stream) {
-    using Sizes = FusedSizes<Groups, Tokens, Blocks, Whole>;
-    const auto kernel = fused_kernel<T, Groups, Tokens, Blocks, Whole, Halved>;
+    using Sizes = FusedSizes<Bits, Groups, Tokens, Blocks, Whole>;
+    const auto kernel = fused_kernel<T, Bits, Groups, Tokens, Blocks, Whole, Halved>;
     static std::atomic<uint64_t> prepared{0};  // devices, by number
     int device = 0;
     check(cudaGetDevice(&device), "cudaGetDevice");
@@ -25,37 +26,26 @@ void launch_fused_kernel(const FusedMaps& maps, const FusedJob& job, int multipr
         prepared |= uint64_t(1) << device % 64;
     }
     const int tiles = job.n_blocks * job.m_tiles;
-    cudaLaunchConfig_t config{};
     const int team = Halved ? 2 : job.splits;  // thread blocks of a tile
-    config.gridDim = (job.direct ? std::min(tiles, multiprocessors * Blocks / team) : tiles) * team;
-    config.blockDim = Sizes::kThreads;
-    config.dynamicSmemBytes = Sizes::kShared;
-    config.stream = stream;
-    cudaLaunchAttribute attributes[2];
-    attributes[0].id = cudaLaunchAttributeClusterDimension;
-    attributes[0].val.clusterDim.x = unsigned(job.splits);
-    attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
-    attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[1].val.programmaticStreamSerializationAllowed = 1;
-    config.attrs = attributes;
-    config.numAttrs = overlap ? 2 : 1;
-    check(cudaLaunchKernelEx(&config, kernel, maps, job), "launching w4_fused");
+    const int blocks = (job.direct ? std::min(tiles, multiprocessors * Blocks / team) : tiles) * team;
+    launch_clusters(kernel, blocks, Sizes::kThreads, Sizes::kShared, job.splits, overlap, stream,
+                    "launching a fused linear", maps, job);
 }
 
-template <class T>
-bool launch_fused(const W4Plan& plan, bool whole, const FusedMaps& maps, const FusedJob& job,
+template <int Bits, class T>
+bool launch_fused(const FusedPlan& plan, bool whole, const FusedMaps& maps, const FusedJob& job,
                   int multiprocessors, bool overlap, cudaStream_t stream) {
     const auto launch_if = [&]<size_t I, bool Whole>() {
-        constexpr W4Kernel kKernel = kW4Kernels[I];
+        constexpr FusedKernel kKernel = fused_kernels(Bits)[I];
         if (!(plan.kernel == kKernel) || whole != Whole) return false;
-        launch_fused_kernel<T, kKernel.block_groups(), kKernel.tokens, kKernel.blocks, Whole,
+        launch_fused_kernel<T, Bits, kKernel.block_groups(), kKernel.tokens, kKernel.blocks, Whole,
                             kKernel.halved()>(maps, job, multiprocessors, overlap, stream);
         return true;
     };
     return [&]<size_t... I>(std::index_sequence<I...>) {
         return ((launch_if.template operator()<I, true>() || launch_if.template operator()<I, false>()) ||
                 ...);
-    }(std::make_index_sequence<std::size(kW4Kernels)>());
+    }(std::make_index_sequence<fused_kernels(Bits).size()>());
 }
 
 }  // namespace turbomill::cuda
