@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from byte_tokenizer import byte_tokenizer
 from hypothesis import HealthCheck, settings
-from tiny_models import other_tiny_store, tiny_checkpoint, tiny_store  # noqa: F401
+from tiny_stores import other_tiny_store, tiny_checkpoint, tiny_store  # noqa: F401
 from transformers import PreTrainedTokenizerFast
 
 import turbomill

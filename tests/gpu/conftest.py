@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_models import other_tiny_store, tiny_checkpoint, tiny_store  # noqa: F401
+from tiny_stores import other_tiny_store, tiny_checkpoint, tiny_store  # noqa: F401
 from torch_threads import one_thread  # noqa: F401
 
 try:
