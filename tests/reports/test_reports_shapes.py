@@ -130,7 +130,7 @@ def text_of(*pieces, usage=USAGE):
 
 def test_tokens_are_counted_again_from_the_text(monkeypatch):
     """The server says 5, the pieces are 2, the text is 6 bytes: each is told."""
-    monkeypatch.setattr(module, "_tokenize", lambda model: bytes_of)
+    monkeypatch.setattr(module, "_tokenize", lambda _model, _backend: bytes_of)
     options = LoadOptions(num_prompts=2, output_len=6)
     scripted(monkeypatch, lambda n: text_of("abc", "def"))
     load = bench_serve(options, base_url="http://x", tokenizer="t").serve[0]
