@@ -233,10 +233,10 @@ def test_longer_than_the_context(tiny):
 
 def test_real_server(tiny, tmp_path):
     pytest.importorskip("turbomill._core")
-    options = LoadOptions(num_prompts=6, input_len=12, output_len=8, max_concurrency=2)
+    options = LoadOptions(num_prompts=6, input_len=12, output_len=40, max_concurrency=2)
     run = bench_serve(options, model=str(tiny), num_threads=2, work_dir=tmp_path)
     result = run.serve[0]
     assert (result["completed"], result["failed"]) == (6, 0), result["errors"]
-    assert (result["total_input_tokens"], result["total_output_tokens"]) == (72, 48)
+    assert (result["total_input_tokens"], result["total_output_tokens"]) == (72, 240)
     assert 0 < result["median_ttft_ms"] <= result["median_e2el_ms"] and result["p99_tpot_ms"] > 0
     assert 1 <= result["max_concurrent_requests"] <= 2
