@@ -105,8 +105,7 @@ class AwqFormat(WeightFormat):
 
     def packed(self, source: TensorSource, prefix: str) -> PackedLinear | None:
         """Any linear."""
-        linear = PackedLinear("awq", *self._read(source, prefix))
-        return linear if linear.whole else None
+        return PackedLinear.of("awq", *self._read(source, prefix))
 
     def _read(self, source: TensorSource, prefix: str) -> tuple[Tensor, QuantGrid]:
         """The words of the codes [K, N/8], and the rest; symmetric zeros are checked."""

@@ -135,17 +135,17 @@ class CompressedTensorsFormat(WeightFormat):
 
     def unpack(self, source: TensorSource, prefix: str) -> QuantLinear:
         """One linear in canonical form; columns that actorder scattered are sorted by their groups."""
-        words, grid, order = self._read(source, prefix)
+        words, grid = self._read(source, prefix)
         codes = unpack_bits(words.T, grid.scheme.bits, grid.k)
-        return grid.with_codes(codes if order.rows is None else codes[order.rows])
+        return grid.with_codes(codes if grid.order is None else codes[grid.order])
 
     def packed(self, source: TensorSource, prefix: str) -> PackedLinear | None:
         """4 bits, columns in their places."""
-        words, grid, order = self._read(source, prefix)
-        linear = PackedLinear("nk", words, grid)
-        return linear if grid.scheme.bits == 4 and order.rows is None and linear.whole else None
+        if self.scheme_of(prefix, 1).bits != 4:
+            return None
+        return PackedLinear.of("nk", *self._read(source, prefix))
 
-    def _read(self, source: TensorSource, prefix: str) -> tuple[Tensor, QuantGrid, RowOrder]:
+    def _read(self, source: TensorSource, prefix: str) -> tuple[Tensor, QuantGrid]:
         """The words of the codes [N, ceil(K*b/32)], and the rest, in the order of the sorted columns."""
         n, k = (int(size) for size in source.tensor(f"{prefix}.weight_shape"))
         scheme = self.scheme_of(prefix, k)
@@ -172,7 +172,7 @@ class CompressedTensorsFormat(WeightFormat):
             order=order.rows,
         )
         grid.validate(prefix, n)
-        return words, grid, order
+        return words, grid
 
     def order(self, source: TensorSource, prefix: str) -> Tensor | None:
         """That of the sorted columns; None without actorder group."""

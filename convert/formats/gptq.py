@@ -18,7 +18,7 @@ from torch import Tensor
 
 from turbomill.convert.formats.base import TensorSource, WeightFormat, bias_of
 from turbomill.convert.formats.bits import pack_bits, unpack_bits, words_for
-from turbomill.convert.formats.order import RowOrder, order_of, require_plain
+from turbomill.convert.formats.order import order_of, require_plain
 from turbomill.convert.formats.packed import PackedLinear
 from turbomill.convert.linear import Linear, QuantGrid, QuantLinear, QuantScheme, storable_scales
 from turbomill.errors import CheckpointError, UnsupportedModelError
@@ -106,17 +106,17 @@ class GptqFormat(WeightFormat):
 
     def unpack(self, source: TensorSource, prefix: str) -> QuantLinear:
         """One linear in canonical form; rows that desc_act reordered are sorted by their groups."""
-        words, grid, order = self._read(source, prefix)
+        words, grid = self._read(source, prefix)
         codes = unpack_bits(words, grid.scheme.bits, grid.k)
-        return grid.with_codes(codes if order.rows is None else codes[order.rows])
+        return grid.with_codes(codes if grid.order is None else codes[grid.order])
 
     def packed(self, source: TensorSource, prefix: str) -> PackedLinear | None:
         """4 bits, rows in their places."""
-        words, grid, order = self._read(source, prefix)
-        linear = PackedLinear("kn", words, grid)
-        return linear if grid.scheme.bits == 4 and order.rows is None and linear.whole else None
+        if self.scheme_of(prefix, 1).bits != 4:
+            return None
+        return PackedLinear.of("kn", *self._read(source, prefix))
 
-    def _read(self, source: TensorSource, prefix: str) -> tuple[Tensor, QuantGrid, RowOrder]:
+    def _read(self, source: TensorSource, prefix: str) -> tuple[Tensor, QuantGrid]:
         """The words of the codes [ceil(K*b/32), N], and the rest, in the order of the sorted rows."""
         words, scales = source.tensor(f"{prefix}.qweight"), source.tensor(f"{prefix}.scales")
         g_idx = source.tensor(f"{prefix}.g_idx") if source.has(f"{prefix}.g_idx") else None
@@ -142,7 +142,7 @@ class GptqFormat(WeightFormat):
             order=order.rows,
         )
         grid.validate(prefix, n)
-        return words, grid, order
+        return words, grid
 
     def order(self, source: TensorSource, prefix: str) -> Tensor | None:
         """That of the sorted rows; None without desc_act."""

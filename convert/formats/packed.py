@@ -27,7 +27,9 @@ class PackedLinear:
         """(K, N)."""
         return self.grid.k, self.grid.scales.shape[1]
 
-    @property
-    def whole(self) -> bool:
-        """Whether no word holds something else beside eight codes."""
-        return all(size % PER_WORD == 0 for size in self.shape)
+    @classmethod
+    def of(cls, packing: Packing, words: Tensor, grid: QuantGrid) -> PackedLinear | None:
+        """None where words hold something else beside eight codes, or rows are not in their places."""
+        linear = cls(packing, words, grid)
+        whole = all(size % PER_WORD == 0 for size in linear.shape)
+        return linear if whole and grid.scheme.bits == 4 and grid.order is None else None
